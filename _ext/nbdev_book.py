@@ -1,0 +1,200 @@
+"""Show nbdev notebooks in the book: turn their ``#|`` directives into what MyST-NB knows.
+
+MyST-NB reads each notebook through `read_nb` (``nb_custom_formats`` in _config.yml); the rest of this file takes the
+public address from settings.ini, links the API reference to its source, and mends what the theme and its parts get wrong.
+"""
+import ast
+import configparser
+import hashlib
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import nbformat
+import yaml
+from docutils import nodes
+
+from plain_notebook import plain_notebook, statement_names
+
+ROOT = Path(__file__).resolve().parent.parent
+_ini = configparser.ConfigParser()
+_ini.read(ROOT / "settings.ini")
+SETTINGS = _ini["DEFAULT"]
+PACKAGE = SETTINGS["lib_path"]
+SKIP = set(SETTINGS["tst_flags"].split())  # cells with these flags are shown, not run
+INPUTS = [f"{PACKAGE}/**/*.py", "results/**/*", "constraints.txt"]  # what the pages are computed from
+TAGS = {"hide": ["remove-cell"], "hide_input": ["remove-input"], "hide_output": ["remove-output"],
+        "default_exp": ["remove-cell"], "export": ["hide-input"], "exports": [], "exporti": ["hide-input"],
+        **{flag: [] for flag in SKIP}}
+NOT_RUN = "skip-execution"
+_line = re.compile(r"^#\|\s*([A-Za-z_][\w-]*)\s*(:?)\s*(.*)$")
+
+
+def directives(source):
+    "Split `source` into its leading directives and the code below them."
+    found, lines = {}, source.splitlines(keepends=True)
+    while lines and (m := _line.match(lines[0].rstrip("\n"))):
+        name, colon, rest = m.groups()
+        found[name] = yaml.safe_load(rest) if colon else rest.strip()
+        lines.pop(0)
+    return found, "".join(lines)
+
+
+def public(code):
+    "The public functions, classes and constants that `code` defines, each with the autodoc directive that describes it."
+    found = []
+    for n in ast.parse(code).body:
+        if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not n.name.startswith("_"):
+            found.append((n.name, "autoclass" if isinstance(n, ast.ClassDef) else "autofunction"))
+    return found
+
+
+def api(module, code):
+    "The Markdown cells around an exported cell: the mark with the module's name, and the reference of what it defines."
+    mark = nbformat.v4.new_markdown_cell(f":::{{div}} exported\n`{module}`\n:::")
+    parts = [f"```{{eval-rst}}\n.. {kind}:: {module}.{name}\n" + ("   :members:\n" if kind == "autoclass" else "") + "```\n"
+             for name, kind in public(code)]
+    return [mark], [nbformat.v4.new_markdown_cell("\n".join(parts))] if parts else []
+
+
+def digest():
+    "A short hash of the files that the pages are computed from."
+    h = hashlib.sha256()
+    for f in sorted(f for pattern in INPUTS for f in ROOT.glob(pattern) if f.is_file()):
+        h.update(str(f.relative_to(ROOT)).encode() + f.read_bytes())
+    return h.hexdigest()[:16]
+
+
+def _tags(cell, found):
+    "The tags (and figure options) that the directives `found` stand for; an unknown directive is an error."
+    tags = set(cell.metadata.get("tags", []))
+    for name, value in found.items():
+        if name in TAGS:
+            tags.update(TAGS[name])
+        elif name == "eval":
+            tags |= {NOT_RUN} if value is False else set()
+        elif name == "echo":
+            tags |= {"remove-input"} if value is False else set()
+        elif name == "output":
+            tags |= {"remove-output"} if value is False else set()
+        elif name == "code-fold":
+            tags |= {"hide-input"} if value else set()
+        elif name == "code-summary":
+            cell.metadata.setdefault("mystnb", {})["code_prompt_show"] = str(value)
+        elif name in ("label", "fig-cap"):
+            options = cell.metadata.setdefault("mystnb", {}).setdefault("figure", {})
+            options["name" if name == "label" else "caption"] = str(value)
+        else:
+            raise ValueError(f"cell {cell.get('id')}: unknown directive '#| {name}'")
+    return tags
+
+
+def read_nb(text):
+    "Read a notebook and translate its directives."
+    nb = nbformat.reads(text, as_version=4)
+    module, cells = None, []
+    for cell in nb.cells:
+        if cell.cell_type != "code":
+            cells.append(cell)
+            continue
+        found, code = directives(cell.source)
+        tags = _tags(cell, found)
+        if SKIP & found.keys() or "nbdev_export(" in code:
+            tags.add(NOT_RUN)
+        if "default_exp" in found:
+            module = f"{PACKAGE}.{found['default_exp']}"
+        cell.source = code
+        if tags:
+            cell.metadata["tags"] = sorted(tags)
+        before, after = api(module, code) if {"export", "exports"} & found.keys() and "hide" not in found else ([], [])
+        cells += [*before, cell, *after]
+    # Jupyter-cache compares the code alone: name the inputs and the recorded outputs in the code.
+    recorded = hashlib.sha256(repr([c.get("outputs") for c in nb.cells]).encode()).hexdigest()[:16]
+    stamp = nbformat.v4.new_code_cell(f"# inputs {digest()} recorded {recorded}", metadata={"tags": ["remove-cell"]})
+    nb.cells = [*cells[:1], stamp, *cells[1:]]
+    return nb
+
+
+def linkcode_resolve(domain, info):
+    "The address of the source of a documented name."
+    try:
+        target = importlib.import_module(info["module"])
+        for part in info["fullname"].split("."):
+            target = getattr(target, part)
+        lines, start = inspect.getsourcelines(inspect.unwrap(target))
+    except (AttributeError, TypeError, OSError):  # a dataclass field or a constant has no source lines
+        return None
+    path = info["module"].replace(".", "/") + ".py"
+    return f"{SETTINGS['git_url']}/blob/{SETTINGS['branch']}/{path}#L{start}-L{start + len(lines) - 1}"
+
+
+def _configure(app, config):
+    "Take the public address from settings.ini, and serve _vendor/ (Jupyter Book links every .js of html_static_path)."
+    config.html_static_path.append(str(Path(app.confdir) / "_vendor"))
+    config.html_theme_options |= {"repository_url": SETTINGS["git_url"], "repository_branch": SETTINGS["branch"],
+                                  "use_repository_button": True}
+    config.linkcode_resolve = linkcode_resolve
+
+
+def _api_page(app, docname, source):
+    "Fill the page of the API reference from nbdev's index of the exported modules."
+    if docname != "nbs/api":
+        return
+    index = importlib.import_module(f"{PACKAGE}._modidx").d["syms"]
+    parts = []
+    for module in index:
+        names = [n for n, kind in public(Path(importlib.import_module(module).__file__).read_text())]
+        if names:
+            parts.append(f"## `{module}`\n\n```{{eval-rst}}\n.. autosummary::\n\n"
+                         + "".join(f"   {module}.{name}\n" for name in names) + "```\n")
+    source[0] += "\n" + "\n".join(parts)
+
+
+def _outdated(app, env, added, changed, removed):
+    "Read every page that runs code again when the library or the results have changed."
+    old, env.nbdev_digest = getattr(env, "nbdev_digest", None), digest()
+    if old == env.nbdev_digest:
+        return []
+    return [d for d in env.found_docs if env.doc2path(d).endswith(".ipynb") or d == "nbs/api"]
+
+
+def _ids(app, doctree, docname):
+    "sphinx-proof gives the body of each theorem of a page the same id."
+    for section in doctree.findall(nodes.section):
+        if section["ids"] == ["proof-content"]:
+            section["ids"] = []
+
+
+def _page(app, pagename, templatename, context, doctree):
+    "Leave out Thebe, which Jupyter Book always adds (twice) and which needs a server; mend MyST-NB's folded cells."
+    context["script_files"] = [js for js in context["script_files"]
+                               if "THEBE_JS_URL" not in (getattr(js, "attributes", {}).get("body") or "")
+                               and "sphinx-thebe" not in str(getattr(js, "filename", "") or "")]
+    if "body" in context:  # MyST-NB puts paragraphs into the summary of a folded cell, which HTML does not allow
+        context["body"] = re.sub(r'<p (class="(?:collapsed|expanded) admonition-title")>(.*?)</p>', r"<span \1>\2</span>",
+                                 context["body"])
+
+
+def _plain_sources(app, exception):
+    "Offer each notebook for download without directives: any Jupyter reads it."
+    if exception or app.builder.format != "html":
+        return
+    pages = {d: app.env.doc2path(d) for d in app.env.found_docs if app.env.doc2path(d).endswith(".ipynb")}
+    sources = {d: nbformat.read(path, as_version=4) for d, path in pages.items()}
+    names = statement_names(sources.values())
+    titles = {d: title.astext() for d, title in app.env.titles.items()}
+    for docname, nb in sources.items():
+        target = Path(app.outdir) / "_sources" / f"{docname}.ipynb"
+        if target.exists():
+            nbformat.write(plain_notebook(nb, docname, names, titles, directives), target)
+
+
+def setup(app):
+    app.connect("config-inited", _configure)
+    app.connect("source-read", _api_page)
+    app.connect("env-get-outdated", _outdated)
+    app.connect("doctree-resolved", _ids)
+    app.connect("html-page-context", _page, priority=900)
+    app.connect("build-finished", _plain_sources)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,7 @@
+// The theme's Font Awesome would replace the <i> icons that the Play control changes.
+window.FontAwesomeConfig = { autoReplaceSvg: "nest" };
+// Name the sliders for assistive technology: ipywidgets gives them a label beside them, but no name.
+new MutationObserver(() => {
+  for (const handle of document.querySelectorAll(".widget-slider [role=slider]:not([aria-label]), .widget-slider .noUi-handle:not([aria-label])"))
+    handle.setAttribute("aria-label", handle.closest(".widget-slider").querySelector(".widget-label")?.textContent.trim() || "slider");
+}).observe(document.documentElement, { childList: true, subtree: true });

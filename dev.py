@@ -1,0 +1,153 @@
+#!/usr/bin/env python3
+"""Everything from a clone, with nothing but git and Python 3.11 to 3.13.
+
+python3 dev.py           make .venv, install the locked packages, build the book, say where to open it
+python3 dev.py test      the same set-up, then everything that CI checks
+python3 dev.py export    after editing a notebook: export the modules, clean the notebooks, spell out the address
+python3 dev.py setup     only the set-up
+"""
+import collections
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
+ENV = dict(os.environ, PATH=str(BIN) + os.pathsep + os.environ.get("PATH", ""), VIRTUAL_ENV=str(VENV), OMP_NUM_THREADS="1",
+           PYTHONUNBUFFERED="1", JUPYTER_PREFER_ENV_PATH="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
+PAGE = ROOT / "_build" / "html" / "index.html"
+NEEDED_GIB = 3  # the installed packages take about 1.5 GiB with PyTorch for the CPU, and pip unpacks before it installs
+CAUSES = [  # what a failed step printed, and what to do about it
+    (r"No space left on device|Errno 28|Disk quota exceeded",
+     "the disk is full: free some space (the set-up takes about {gib} GiB, with PyTorch for CUDA 8 GiB) and run this again"),
+    (r"Temporary failure in name resolution|Name or service not known|getaddrinfo failed|nodename nor servname|"
+     r"NewConnectionError|Connection refused|Network is unreachable|ConnectTimeout|Read timed out|ProxyError|"
+     r"Max retries exceeded|No route to host",
+     "no network: the set-up downloads packages once; connect (or set pip's proxy or index) and run this again"),
+    (r"ensurepip|No module named '?venv", "Python's venv module is missing: install it (Debian, Ubuntu: apt install python3-venv) "
+     "and run this again"),
+    (r"Permission denied|Read-only file system", "this folder cannot be written: {root}"),
+]
+
+
+def fail(message):
+    sys.exit("dev.py: " + message)
+
+
+def cause(output):
+    "One line that says what to do about a step that failed with `output`, or an empty string."
+    for pattern, advice in CAUSES:
+        if re.search(pattern, output):
+            return advice.format(gib=NEEDED_GIB, root=ROOT)
+    return ""
+
+
+def run(*args, show=True):
+    "Run a command of the environment, pass on what it prints, and return it; end with one line where it fails."
+    args = [str(a) for a in args]
+    print("+", " ".join([Path(args[0]).name] + args[1:]), flush=True)
+    lines = collections.deque(maxlen=4000)
+    with subprocess.Popen(args, cwd=str(ROOT), env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          errors="replace") as process:
+        for line in process.stdout:
+            lines.append(line)
+            if show:
+                print(line, end="", flush=True)
+    output = "".join(lines)
+    if process.returncode:
+        advice = cause(output)
+        if not show and not advice:
+            print(output[-3000:])
+        fail(advice or "`%s` failed, see above" % " ".join([Path(args[0]).name] + args[1:3]))
+    return output
+
+
+def tool(name):
+    return BIN / (name + (".exe" if os.name == "nt" else ""))
+
+
+def setup():
+    "Make the environment and install the locked packages, unless they are there."
+    stamp = VENV / "installed"
+    want = "\n".join((ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt"))
+    if stamp.exists() and stamp.read_text() == want and tool("python").exists():
+        return
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        fail("Python 3.11, 3.12 or 3.13 is needed, and this is %d.%d: run for example `python3.12 dev.py`" % sys.version_info[:2])
+    try:
+        import ensurepip  # noqa: F401
+        import venv  # noqa: F401
+    except ImportError:
+        fail(cause("ensurepip"))
+    free = shutil.disk_usage(str(ROOT)).free / 2**30
+    if free < NEEDED_GIB and not tool("pip").exists():
+        fail("%.1f GiB are free, and %s" % (free, cause("Errno 28")))
+    if not tool("pip").exists():
+        run(sys.executable, "-m", "venv", "--clear", VENV, show=False)
+    print("Installing the locked packages: a few minutes the first time", flush=True)
+    run(tool("python"), "-m", "pip", "install", "-q", "-c", "constraints.txt", "-e", ".[dev]", show=False)
+    stamp.write_text(want)
+
+
+def book(*options):
+    "Build the book; warnings are errors."
+    run(tool("jupyter-book"), "build", ".", "-W", "--keep-going", "-n", *options)
+    print("Open", PAGE.as_uri())
+
+
+def notebooks():
+    "Every notebook of the project."
+    found = [p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts]
+    return sorted(found) + [ROOT / "index.ipynb"]
+
+
+def test_notebooks():
+    "Run nbdev_test, and check that it ran every notebook."
+    output = "".join(run(tool("nbdev_test"), *where, "--do_print", "--timing")
+                     for where in (["--n_workers", "2"], ["--path", "index.ipynb"]))
+    tested = {Path(p).resolve() for p in re.findall(r"^- Completed (.*\.ipynb)", output, re.M)}
+    missed = [str(p.relative_to(ROOT)) for p in notebooks() if p not in tested]
+    if missed:
+        fail("nbdev_test passed over %s: rename or mend it so that it runs" % ", ".join(missed))
+    print("nbdev_test: %d of %d notebooks tested" % (len(tested), len(notebooks())))
+
+
+def export():
+    "Export the modules, clean the notebooks, and spell out the address of settings.ini where a file must."
+    run(tool("nbdev_export"))
+    for where in ([], ["--fname", "index.ipynb"]):
+        run(tool("nbdev_clean"), *where)
+    new = re.search(r"^git_url *= *(\S+)", (ROOT / "settings.ini").read_text(), re.M).group(1)
+    citation = ROOT / "CITATION.cff"
+    old = re.search(r"^repository-code: *(\S+)", citation.read_text(), re.M).group(1)
+    if new != old:
+        names = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml")
+        for path in [ROOT / name for name in names] + notebooks() + [citation]:
+            path.write_text(path.read_text().replace(old, new))
+
+
+def test():
+    "Everything that CI checks."
+    run(tool("python"), "-m", "pytest", "-q", "tests/test_notebooks.py")
+    test_notebooks()
+    book("--all")
+    run(tool("python"), "-m", "pytest", "-q", "-rs", "--ignore", "tests/test_notebooks.py")
+
+
+if __name__ == "__main__":
+    COMMANDS = {"book": book, "test": test, "export": export, "setup": lambda: None}
+    unknown = [name for name in sys.argv[1:] if name not in COMMANDS]
+    if unknown:
+        fail("unknown command %s; there are: %s" % (unknown[0], ", ".join(COMMANDS)))
+    try:
+        setup()
+        for command in sys.argv[1:] or ["book"]:
+            COMMANDS[command]()
+    except KeyboardInterrupt:
+        fail("stopped; run the same command again to go on")
+    except OSError as error:
+        fail(cause(str(error)) or str(error))
