@@ -26,7 +26,7 @@ CAUSES = [  # what a failed step printed, and what to do about it
      "the disk is full: free some space (the set-up takes about {gib} GiB, with PyTorch for CUDA 8 GiB) and run this again"),
     (r"Temporary failure in name resolution|Name or service not known|getaddrinfo failed|nodename nor servname|"
      r"NewConnectionError|Connection refused|Network is unreachable|ConnectTimeout|Read timed out|ProxyError|"
-     r"Max retries exceeded|No route to host",
+     r"Max retries exceeded|No route to host|from versions: none",
      "no network: the set-up downloads packages once; connect (or set pip's proxy or index) and run this again"),
     (r"ensurepip|No module named '?venv", "Python's venv module is missing: install it (Debian, Ubuntu: apt install python3-venv) "
      "and run this again"),

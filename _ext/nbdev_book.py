@@ -58,6 +58,15 @@ def api(module, code):
     return [mark], [nbformat.v4.new_markdown_cell("\n".join(parts))] if parts else []
 
 
+def without_docstrings(code):
+    "The code as the page shows it: the reference below it says what the docstrings say."
+    lines = code.split("\n")
+    for node in reversed([n for n in ast.walk(ast.parse(code)) if isinstance(n, (ast.FunctionDef, ast.ClassDef))]):
+        if ast.get_docstring(node) and len(node.body) > 1:
+            del lines[node.body[0].lineno - 1 : node.body[0].end_lineno]
+    return "\n".join(lines)
+
+
 def digest():
     "A short hash of the files that the pages are computed from."
     h = hashlib.sha256()
@@ -104,10 +113,11 @@ def read_nb(text):
             tags.add(NOT_RUN)
         if "default_exp" in found:
             module = f"{PACKAGE}.{found['default_exp']}"
-        cell.source = code
+        exported = bool({"export", "exports"} & found.keys())
+        cell.source = without_docstrings(code) if exported else code
         if tags:
             cell.metadata["tags"] = sorted(tags)
-        before, after = api(module, code) if {"export", "exports"} & found.keys() and "hide" not in found else ([], [])
+        before, after = api(module, code) if exported and module else ([], [])
         cells += [*before, cell, *after]
     # Jupyter-cache compares the code alone: name the inputs and the recorded outputs in the code.
     recorded = hashlib.sha256(repr([c.get("outputs") for c in nb.cells]).encode()).hexdigest()[:16]
@@ -133,7 +143,8 @@ def _configure(app, config):
     "Take the public address from settings.ini, and serve _vendor/ (Jupyter Book links every .js of html_static_path)."
     config.html_static_path.append(str(Path(app.confdir) / "_vendor"))
     config.html_theme_options |= {"repository_url": SETTINGS["git_url"], "repository_branch": SETTINGS["branch"],
-                                  "use_repository_button": True}
+                                  "use_repository_button": True, "navbar_persistent": [],  # one search box, not two
+                                  "search_bar_text": "Search this book"}
     config.linkcode_resolve = linkcode_resolve
 
 
@@ -147,7 +158,7 @@ def _api_page(app, docname, source):
         names = [n for n, kind in public(Path(importlib.import_module(module).__file__).read_text())]
         if names:
             parts.append(f"## `{module}`\n\n```{{eval-rst}}\n.. autosummary::\n\n"
-                         + "".join(f"   {module}.{name}\n" for name in names) + "```\n")
+                         + "".join(f"   ~{module}.{name}\n" for name in names) + "```\n")
     source[0] += "\n" + "\n".join(parts)
 
 

@@ -14,10 +14,25 @@ import torch
 from matplotlib.figure import Figure as Canvas
 
 # %% ../nbs/figures.ipynb #figures-06
-STYLE = {"font.size": 10, "axes.titlesize": 10, "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9,
-         "legend.fontsize": 9, "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False,
-         "lines.linewidth": 1.6, "lines.markersize": 4.5, "svg.fonttype": "none", "svg.hashsalt": "sparse variable creation",
-         "mathtext.fontset": "dejavusans", "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none"}
+STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.labelsize": 10,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "sparse variable creation",
+    "mathtext.fontset": "dejavusans",
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+}
 INK = {"light": "#1f2328", "dark": "#e6e8eb"}
 PALETTE = {"light": "colorblind", "dark": "pastel"}
 
@@ -33,7 +48,7 @@ def theme_style(theme: str) -> dict:
     Returns
     -------
     dict
-        Settings for :func:`matplotlib.rc_context`.
+        Settings for ``matplotlib.rc_context``.
 
     Raises
     ------
@@ -43,8 +58,14 @@ def theme_style(theme: str) -> dict:
     if theme not in INK:
         raise ValueError(f"theme must be 'light' or 'dark', not {theme!r}")
     ink = INK[theme]
-    return STYLE | {"axes.prop_cycle": mpl.cycler(color=sns.color_palette(PALETTE[theme]).as_hex()), "text.color": ink,
-                    "axes.labelcolor": ink, "axes.edgecolor": ink, "xtick.color": ink, "ytick.color": ink}
+    return STYLE | {
+        "axes.prop_cycle": mpl.cycler(color=sns.color_palette(PALETTE[theme]).as_hex()),
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "axes.edgecolor": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+    }
 
 # %% ../nbs/figures.ipynb #figures-10
 class Figure:
@@ -57,6 +78,7 @@ class Figure:
     alt
         What the figure shows, in words.
     """
+
     def __init__(self, panels: list, alt: str):
         self.panels, self.alt = panels, alt
 
@@ -64,9 +86,11 @@ class Figure:
         # Outside the book nothing hides the dark image, so it starts hidden; the book's style sheet picks one of the two.
         shown = {"light": "", "dark": ' style="display:none"'}
         images = "".join(
-            f'<img class="figure-{theme}"{shown[theme]} alt="{html.escape(self.alt if n == 0 else "", quote=True)}" '
+            f'<img class="only-{theme}"{shown[theme]} alt="{html.escape(self.alt if n == 0 else "", quote=True)}" '
             f'src="data:image/svg+xml;base64,{base64.b64encode(panel[theme].encode()).decode()}">'
-            for n, panel in enumerate(self.panels) for theme in INK)
+            for n, panel in enumerate(self.panels)
+            for theme in INK
+        )
         return f'<div class="book-figure">{images}</div>'
 
     def save(self, path, theme: str = "light", panel: int = 0) -> None:
@@ -100,7 +124,9 @@ def figure(draw, alt: str, size: tuple = (4.6, 2.9)) -> Figure:
     if not alt.strip():
         raise ValueError("alt is empty: say in words what the figure shows")
     if size[0] > 4.8:
-        raise ValueError(f"size is {size[0]} inches wide: at most 4.8 is readable on a phone; use several panels")
+        raise ValueError(
+            f"size is {size[0]} inches wide: at most 4.8 is readable on a phone; use several panels"
+        )
     panels = []
     for one in draw if isinstance(draw, (list, tuple)) else [draw]:
         panel = {}
@@ -138,9 +164,16 @@ def flip_book(figures: list, labels: list, description: str):
         If there are no figures, or not as many ``labels`` as ``figures``.
     """
     import ipywidgets as widgets
+
     if not figures or len(labels) != len(figures):
-        raise ValueError(f"labels has {len(labels)} entries for {len(figures)} figures: give each figure one label")
-    slider = widgets.SelectionSlider(options=[str(label) for label in labels], description=description, continuous_update=True)
+        raise ValueError(
+            f"labels has {len(labels)} entries for {len(figures)} figures: give each figure one label"
+        )
+    slider = widgets.SelectionSlider(
+        options=[str(label) for label in labels],
+        description=description,
+        continuous_update=True,
+    )
     pages = widgets.Stack([widgets.HTML(f._repr_html_()) for f in figures], selected_index=0)
     widgets.jslink((slider, "index"), (pages, "selected_index"))
     return widgets.VBox([slider, pages])
@@ -162,8 +195,15 @@ def provenance(device="cpu") -> str:
     if torch.device(device).type == "cuda":
         where = f"GPU {torch.cuda.get_device_name(device)}"
     else:
-        names = [line.split(":", 1)[1].strip() for line in (Path("/proc/cpuinfo").read_text().splitlines()
-                 if Path("/proc/cpuinfo").exists() else []) if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in (
+                Path("/proc/cpuinfo").read_text().splitlines()
+                if Path("/proc/cpuinfo").exists()
+                else []
+            )
+            if line.startswith("model name")
+        ]
         threads = torch.get_num_threads()
         where = f"CPU {names[0] if names else platform.processor() or platform.machine()}, {threads} thread{'s' * (threads > 1)}"
     return f"{where}, PyTorch {torch.__version__}, Python {platform.python_version()}"

@@ -1,5 +1,10 @@
 // The theme's Font Awesome would replace the <i> icons that the Play control changes.
 window.FontAwesomeConfig = { autoReplaceSvg: "nest" };
+// ipywidgets typesets through MathJax 2, the book has MathJax 3: pass its requests on.
+addEventListener("load", () => {
+  if (window.MathJax && !MathJax.Hub)
+    MathJax.Hub = { Queue: (...jobs) => jobs.forEach((job) => MathJax.typesetPromise?.([job[2]])), Config() {} };
+});
 // Name the sliders for assistive technology: ipywidgets gives them a label beside them, but no name.
 new MutationObserver(() => {
   for (const handle of document.querySelectorAll(".widget-slider [role=slider]:not([aria-label]), .widget-slider .noUi-handle:not([aria-label])"))

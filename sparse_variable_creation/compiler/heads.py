@@ -27,7 +27,7 @@ class AndHead(nn.Module):
     beta
         The scale of the scores; :math:`\\ln(16(T+1)s)` where none is given.
     dtype
-        The dtype of the weights.
+        The PyTorch dtype of the weights.
 
     Raises
     ------
@@ -39,7 +39,10 @@ class AndHead(nn.Module):
     The rows of ``W_Q``, ``W_K`` and ``W_V`` (each ``[d, 1]`` with ``d = T + 3``) belong to the positions, then
     :math:`e_0`, :math:`e_1` and the ``[CLS]`` token.
     """
-    def __init__(self, indices: Sequence[int], T: int, beta: float | None = None, dtype: torch.dtype = torch.float32):
+
+    def __init__(
+        self, indices: Sequence[int], T: int, beta: float | None = None, dtype=torch.float32
+    ):
         super().__init__()
         self.indices, self.T, self.s = tuple(int(i) for i in indices), int(T), len(indices)
         check_indices(self.indices, self.T)
@@ -56,14 +59,21 @@ class AndHead(nn.Module):
 
     def ratio(self) -> RatioForm:
         """The head before its ReLU as a function of bits, in time and memory that grow like ``T``."""
-        T, query = self.T, (self.W_K @ self.W_Q[-1])                     # [d]: the query of [CLS] against each direction
-        bit = slice(T, T + 2)
-        return RatioForm(query[:T] + query[bit, None], self.W_V[:T] + self.W_V[bit, None], query[-1], self.W_V[-1])
+        T, bit = self.T, slice(self.T, self.T + 2)
+        query = self.W_K @ self.W_Q[-1]  # [d]: the query of [CLS] against each direction
+        return RatioForm(
+            query[:T] + query[bit, None],
+            self.W_V[:T] + self.W_V[bit, None],
+            query[-1],
+            self.W_V[-1],
+        )
 
     def forward(self, bits: Tensor) -> Tensor:
         """The output at ``bits`` of shape ``[..., T]`` (0 and 1, any dtype); the result has shape ``[...]``."""
         if bits.shape[-1] != self.T:
-            raise ValueError(f"bits has last dimension {bits.shape[-1]}: it must be the context length T = {self.T}")
+            raise ValueError(
+                f"bits has last dimension {bits.shape[-1]}: it must be the context length T = {self.T}"
+            )
         return torch.relu(self.ratio()(bits)).squeeze(-1)
 
     def predict(self, bits: Tensor) -> Tensor:
@@ -74,7 +84,9 @@ class AndHead(nn.Module):
         """The attention weights at ``bits``, shape ``[..., T + 1]``, the ``[CLS]`` token last."""
         ratio = self.ratio()
         scores = torch.where(bits.bool(), ratio.scores[1], ratio.scores[0])
-        return torch.softmax(torch.cat([scores, ratio.cls_score.expand(*scores.shape[:-1], 1)], -1), -1)
+        return torch.softmax(
+            torch.cat([scores, ratio.cls_score.expand(*scores.shape[:-1], 1)], -1), -1
+        )
 
 # %% ../../nbs/compiler/00_heads.ipynb #00-heads-07
 def one_hot_tokens(bits: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -111,10 +123,15 @@ def head_norms(W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> dict[str, float]:
     dict
         ``W_Q``, ``W_K``, ``W_V`` (Frobenius), ``W_QK`` (spectral) and ``W_QK (2,1)``, the (2,1) norm of its transpose.
     """
-    R_K = torch.linalg.qr(W_K).R                                         # W_QK @ W_QK.T = W_Q R_K.T R_K W_Q.T
+    R_K = torch.linalg.qr(W_K).R  # W_QK @ W_QK.T = W_Q R_K.T R_K W_Q.T
     rows = W_Q @ R_K.T
-    return {"W_Q": W_Q.norm().item(), "W_K": W_K.norm().item(), "W_V": W_V.norm().item(),
-            "W_QK": torch.linalg.matrix_norm(rows, 2).item(), "W_QK (2,1)": norm_pq(rows.T, 2, 1).item()}
+    return {
+        "W_Q": W_Q.norm().item(),
+        "W_K": W_K.norm().item(),
+        "W_V": W_V.norm().item(),
+        "W_QK": torch.linalg.matrix_norm(rows, 2).item(),
+        "W_QK (2,1)": norm_pq(rows.T, 2, 1).item(),
+    }
 
 # %% ../../nbs/compiler/00_heads.ipynb #00-heads-11
 def and_promises(T: int, s: int, beta: float) -> dict[str, float]:
@@ -122,8 +139,10 @@ def and_promises(T: int, s: int, beta: float) -> dict[str, float]:
 
     Parameters
     ----------
-    T, s
-        Context length and sparsity.
+    T
+        Context length.
+    s
+        Sparsity.
     beta
         The scale of the scores.
 
@@ -134,5 +153,13 @@ def and_promises(T: int, s: int, beta: float) -> dict[str, float]:
     """
     others, root = T + 1 - s, math.sqrt(s)
     eta = others / (others + s * math.exp(beta))
-    return {"W_Q": beta, "W_K": root, "W_V": math.hypot(1, s - 1), "W_QK": beta * root, "W_QK (2,1)": beta * root,
-            "off-support mass": eta, "error": s * eta, "margin": 0.5 - s * eta}
+    return {
+        "W_Q": beta,
+        "W_K": root,
+        "W_V": math.hypot(1, s - 1),
+        "W_QK": beta * root,
+        "W_QK (2,1)": beta * root,
+        "off-support mass": eta,
+        "error": s * eta,
+        "margin": 0.5 - s * eta,
+    }

@@ -35,6 +35,7 @@ class Block:
     accuracy
         The share of fresh contexts labelled rightly, shape ``[R]``.
     """
+
     cells: list[tuple[int, int]]
     targets: list[SparseBoolean]
     ensemble: Ensemble
@@ -43,13 +44,17 @@ class Block:
     accuracy: Tensor
 
 # %% ../../nbs/experiments/00_and_sample_complexity.ipynb #00-and-sample-complexity-07
-def train_block(T: int, s: int, cells: list[tuple[int, int]], steps: int, device="cpu", tests: int = 1000) -> Block:
+def train_block(
+    T: int, s: int, cells: list[tuple[int, int]], steps: int, device="cpu", tests: int = 1000
+) -> Block:
     """Train one network for each pair of a sample size and a replicate number, on the balanced conjunction task.
 
     Parameters
     ----------
-    T, s
-        Context length and sparsity.
+    T
+        Context length.
+    s
+        Sparsity.
     cells
         Pairs ``(m, replicate)``. A pair always gives the same target, sample, weights and batches, whatever stands beside it.
     steps
@@ -70,10 +75,29 @@ def train_block(T: int, s: int, cells: list[tuple[int, int]], steps: int, device
         If ``cells`` is empty, or a number is out of range.
     """
     if not cells:
-        raise ValueError("cells is empty: give at least one pair of a sample size and a replicate number")
-    samples = [conjunction_sample(T, s, m, seed_for("and", "train", T, s, m, r)) for m, r in cells]
-    fresh = [conjunction_sample(T, s, tests, seed_for("and", "test", T, s, m, r), sample.target) for (m, r), sample in zip(cells, samples)]
+        raise ValueError(
+            "cells is empty: give at least one pair of a sample size and a replicate number"
+        )
+    samples = [
+        conjunction_sample(T, s, m, seed_for("and", "train", T, s, m, r)) for m, r in cells
+    ]
+    fresh = [
+        conjunction_sample(T, s, tests, seed_for("and", "test", T, s, m, r), sample.target)
+        for (m, r), sample in zip(cells, samples)
+    ]
     nets = [Transformer(T, seed=seed_for("and", "weights", T, s, m, r)) for m, r in cells]
     ensemble, fresh = Ensemble.from_modules(nets).to(device), stack_samples(fresh, device)
-    losses = train(ensemble, stack_samples(samples, device), [seed_for("and", "batches", T, s, m, r) for m, r in cells], steps)
-    return Block(cells, [sample.target for sample in samples], ensemble, fresh, losses, accuracy(ensemble, fresh))
+    losses = train(
+        ensemble,
+        stack_samples(samples, device),
+        [seed_for("and", "batches", T, s, m, r) for m, r in cells],
+        steps,
+    )
+    return Block(
+        cells,
+        [sample.target for sample in samples],
+        ensemble,
+        fresh,
+        losses,
+        accuracy(ensemble, fresh),
+    )

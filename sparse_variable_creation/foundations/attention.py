@@ -35,17 +35,30 @@ def attention_weights(X: Tensor, z: Tensor, W_Q: Tensor, W_K: Tensor) -> Tensor:
         If the last dimensions do not agree.
     """
     d = X.shape[-1]
-    for name, tensor, size in (("z", z, z.shape[-1]), ("W_Q", W_Q, W_Q.shape[0]), ("W_K", W_K, W_K.shape[0])):
+    for name, M, size in (
+        ("z", z, z.shape[-1]),
+        ("W_Q", W_Q, len(W_Q)),
+        ("W_K", W_K, len(W_K)),
+    ):
         if size != d:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}: it must match the token dimension d = {d} of X")
-    scores = torch.einsum("...td,...d->...t", X @ W_K, z @ W_Q) if W_K.shape[1] == W_Q.shape[1] else None
-    if scores is None:
-        raise ValueError(f"W_Q and W_K have {W_Q.shape[1]} and {W_K.shape[1]} columns: give both the same number")
-    return torch.softmax(scores, -1)
+            raise ValueError(
+                f"{name} has shape {list(M.shape)}: it must match d = {d}, that of X"
+            )
+    if W_Q.shape[1] != W_K.shape[1]:
+        raise ValueError(
+            f"W_K has {W_K.shape[1]} columns: it must have as many as W_Q, {W_Q.shape[1]}"
+        )
+    return torch.softmax(torch.einsum("...td,...d->...t", X @ W_K, z @ W_Q), -1)
 
 # %% ../../nbs/foundations/01_attention.ipynb #01-attention-09
-def softmax_head(X: Tensor, z: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor,
-                 sigma: Callable[[Tensor], Tensor] = torch.relu) -> Tensor:
+def softmax_head(
+    X: Tensor,
+    z: Tensor,
+    W_Q: Tensor,
+    W_K: Tensor,
+    W_V: Tensor,
+    sigma: Callable[[Tensor], Tensor] = torch.relu,
+) -> Tensor:
     """Compute a softmax attention head: the reference for every faster form (:prf:ref:`def-head`).
 
     Parameters
@@ -72,7 +85,9 @@ def softmax_head(X: Tensor, z: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor,
         If the dimensions do not agree.
     """
     if W_V.shape[0] != X.shape[-1]:
-        raise ValueError(f"W_V has shape {list(W_V.shape)}: its first dimension must be d = {X.shape[-1]}")
+        raise ValueError(
+            f"W_V has shape {list(W_V.shape)}: its first dimension must be d = {X.shape[-1]}"
+        )
     alpha = attention_weights(X, z, W_Q, W_K)
     return sigma(torch.einsum("...t,...tk->...k", alpha, X @ W_V))
 
@@ -91,8 +106,14 @@ class RatioForm:
     cls_value
         Value of the ``[CLS]`` token, shape ``[k]``.
     """
+
     def __init__(self, scores: Tensor, values: Tensor, cls_score: Tensor, cls_value: Tensor):
-        self.scores, self.values, self.cls_score, self.cls_value = scores, values, cls_score, cls_value
+        self.scores, self.values, self.cls_score, self.cls_value = (
+            scores,
+            values,
+            cls_score,
+            cls_value,
+        )
 
     def affine(self) -> Tensor:
         """The numerators (first ``k`` columns) and the denominator (last), shape ``[2 T + 1, k + 1]``, times one constant.
@@ -108,16 +129,25 @@ class RatioForm:
     def _range(self):
         # The largest score that a token of every context is sure to reach, the largest of all, and the largest safe exponent.
         lo = torch.maximum(self.cls_score, self.scores.amin(0).max())
-        return lo, torch.maximum(lo, self.scores.max()), 0.8 * math.log(torch.finfo(self.scores.dtype).max)
+        return (
+            lo,
+            torch.maximum(lo, self.scores.max()),
+            0.8 * math.log(torch.finfo(self.scores.dtype).max),
+        )
 
     def __call__(self, bits: Tensor) -> Tensor:
         """The head before its activation at ``bits`` of shape ``[..., T]``; the result has shape ``[..., k]``."""
         lo, hi, safe = self._range()
-        if hi - lo > 2 * safe:                                           # no single shift fits: each context has its own
+        if hi - lo > 2 * safe:  # no single shift fits: each context has its own
             scores = torch.where(bits.bool(), self.scores[1], self.scores[0])
-            weights = torch.softmax(torch.cat([scores, self.cls_score.expand(*scores.shape[:-1], 1)], -1), -1)
+            weights = torch.softmax(
+                torch.cat([scores, self.cls_score.expand(*scores.shape[:-1], 1)], -1), -1
+            )
             values = torch.where(bits.bool()[..., None], self.values[1], self.values[0])
-            return torch.einsum("...t,...tk->...k", weights[..., :-1], values) + weights[..., -1:] * self.cls_value
+            return (
+                torch.einsum("...t,...tk->...k", weights[..., :-1], values)
+                + weights[..., -1:] * self.cls_value
+            )
         x = bits.to(self.scores.dtype)
         sums = torch.cat([x, 1 - x, torch.ones_like(x[..., :1])], -1) @ self.affine()
         return sums[..., :-1] / sums[..., -1:]

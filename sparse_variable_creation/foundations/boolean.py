@@ -30,7 +30,9 @@ def check_indices(indices: Sequence[int], T: int) -> None:
     if T < 1:
         raise ValueError(f"T is {T}: the context length must be at least 1")
     if len(set(indices)) < len(indices) or not all(0 <= i < T for i in indices):
-        raise ValueError(f"indices is {list(indices)}: give distinct positions from 0 to T - 1 = {T - 1}")
+        raise ValueError(
+            f"indices is {list(indices)}: give distinct positions from 0 to T - 1 = {T - 1}"
+        )
 
 # %% ../../nbs/foundations/00_boolean.ipynb #00-boolean-09
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class SparseBoolean:
     ValueError
         If an index repeats or lies outside the context, or the table has another length or other values than 0 and 1.
     """
+
     indices: tuple
     table: tuple
     T: int
@@ -60,24 +63,32 @@ class SparseBoolean:
             object.__setattr__(self, name, tuple(int(v) for v in getattr(self, name)))
         check_indices(self.indices, self.T)
         if len(self.table) != 2**self.s or not set(self.table) <= {0, 1}:
-            raise ValueError(f"table must be 2**s = {2**self.s} zeros and ones, not {self.table}")
+            raise ValueError(
+                f"table must be 2**s = {2**self.s} zeros and ones, not {self.table}"
+            )
 
     @property
     def s(self) -> int:
-        """The sparsity: the number of positions."""
+        """The number of positions."""
         return len(self.indices)
 
     @classmethod
-    def from_table(cls, table: Sequence[int], indices: Sequence[int], T: int) -> "SparseBoolean":
+    def from_table(
+        cls, table: Sequence[int], indices: Sequence[int], T: int
+    ) -> "SparseBoolean":
         """Make a function from its truth table of length ``2**s``."""
         return cls(indices, table, T)
 
     @classmethod
-    def symmetric(cls, values: Sequence[int], indices: Sequence[int], T: int) -> "SparseBoolean":
+    def symmetric(
+        cls, values: Sequence[int], indices: Sequence[int], T: int
+    ) -> "SparseBoolean":
         """Make a symmetric function: ``values[c]`` is its value at ``c`` ones, ``c`` from 0 to ``s``."""
         if len(values) != len(indices) + 1:
-            raise ValueError(f"values has {len(values)} entries: give s + 1 = {len(indices) + 1}, one for each count of ones")
-        return cls(indices, [values[j.bit_count()] for j in range(2**len(indices))], T)
+            raise ValueError(
+                f"values has {len(values)} entries: give s + 1 = {len(indices) + 1}, one for each count of ones"
+            )
+        return cls(indices, [values[j.bit_count()] for j in range(2 ** len(indices))], T)
 
     @classmethod
     def conjunction(cls, indices: Sequence[int], T: int) -> "SparseBoolean":
@@ -92,7 +103,9 @@ class SparseBoolean:
     def __call__(self, bits: Tensor) -> Tensor:
         """Evaluate on integer or Boolean ``bits`` of shape ``[..., T]``; the result is Boolean, of shape ``[...]``."""
         if bits.shape[-1] != self.T:
-            raise ValueError(f"bits has last dimension {bits.shape[-1]}: it must be the context length T = {self.T}")
+            raise ValueError(
+                f"bits has last dimension {bits.shape[-1]}: it must be the context length T = {self.T}"
+            )
         entry = torch.zeros(bits.shape[:-1], dtype=torch.long, device=bits.device)
         for j, i in enumerate(self.indices):
             entry |= bits[..., i].long() << j

@@ -31,7 +31,9 @@ def norm_pq(M: Tensor, p: float, q: float) -> Tensor:
         If ``M`` is not a matrix, or ``p`` or ``q`` is below 1.
     """
     if M.ndim < 2:
-        raise ValueError(f"M has shape {list(M.shape)}: it must be a matrix or a stack of matrices")
+        raise ValueError(
+            f"M has shape {list(M.shape)}: it must be a matrix or a stack of matrices"
+        )
     for name, value in (("p", p), ("q", q)):
         if not value >= 1:
             raise ValueError(f"{name} is {value}: it must be at least 1")

@@ -24,6 +24,7 @@ class Ensemble(nn.Module):
     norm
         ``"pre"``, ``"post"`` or ``"none"``.
     """
+
     def __init__(self, parameters: dict, heads: int, norm: str):
         super().__init__()
         for name, value in parameters.items():
@@ -37,9 +38,17 @@ class Ensemble(nn.Module):
         shapes = [(m.T, m.d, m.heads, m.mlp_width, m.norm) for m in modules]
         for n, shape in enumerate(shapes):
             if shape != shapes[0]:
-                raise ValueError(f"modules[{n}] has (T, d, heads, mlp_width, norm) = {shape}, modules[0] has {shapes[0]}")
-        return cls({name: torch.stack([m.get_parameter(name) for m in modules]) for name, _ in modules[0].named_parameters()},
-                   modules[0].heads, modules[0].norm)
+                raise ValueError(
+                    f"modules[{n}] has (T, d, heads, mlp_width, norm) = {shape}, modules[0] has {shapes[0]}"
+                )
+        return cls(
+            {
+                name: torch.stack([m.get_parameter(name) for m in modules])
+                for name, _ in modules[0].named_parameters()
+            },
+            modules[0].heads,
+            modules[0].norm,
+        )
 
     def member(self, r: int) -> Transformer:
         """Take out network ``r`` as a Transformer of its own."""
@@ -57,13 +66,17 @@ class Ensemble(nn.Module):
         tokens = torch.cat([tokens, (self.c + self.P[:, -1])[:, None]], 1)
         u = layer_norm(p, tokens, 1) if self.norm == "pre" else tokens
         q = u[:, -1:] @ self.W_Q + self.b_Q[:, None]
-        per_head = (self.W_K * q).unflatten(-1, (self.heads, -1)).sum(-1)        # [R, d, H]: W_K^T q of each head
+        per_head = (
+            (self.W_K * q).unflatten(-1, (self.heads, -1)).sum(-1)
+        )  # [R, d, H]: W_K^T q of each head
         return tokens[:, -1:], u @ per_head / (self.d / self.heads) ** 0.5, u @ self.W_V
 
     def forward(self, bits: Tensor) -> Tensor:
         """The logits at ``bits`` of shape ``[R, B, T]``, one batch a network; the result has shape ``[R, B]``."""
         if bits.ndim != 3 or bits.shape[0] != self.R or bits.shape[2] != self.T:
-            raise ValueError(f"bits has shape {list(bits.shape)}: it must be [R, B, T] with R = {self.R} and T = {self.T}")
+            raise ValueError(
+                f"bits has shape {list(bits.shape)}: it must be [R, B, T] with R = {self.R} and T = {self.T}"
+            )
         cls, scores, values = self.table()
         x = bits.to(values.dtype)
         mix = mix_heads(scores, values, torch.cat([1 - x, x], -1)) + self.b_V[:, None]
@@ -88,19 +101,23 @@ def mix_heads(scores: Tensor, values: Tensor, chosen: Tensor) -> Tensor:
         The concatenated outputs of the heads, shape ``[R, B, d]``.
     """
     R, n, H = scores.shape
-    by_head = values.unflatten(-1, (H, -1))                              # [R, 2T+1, H, d/H]
+    by_head = values.unflatten(-1, (H, -1))  # [R, 2T+1, H, d/H]
     with torch.no_grad():
-        sure = scores[:, :-1].unflatten(1, (2, -1)).amin(1).amax(1)      # some token of every example scores this much
+        sure = (
+            scores[:, :-1].unflatten(1, (2, -1)).amin(1).amax(1)
+        )  # some token of every example scores this much
         lo = torch.maximum(sure, scores[:, -1])[:, None]
         hi = torch.maximum(lo, scores.amax(1, keepdim=True))
         safe = 0.8 * math.log(torch.finfo(scores.dtype).max)
         shift = torch.maximum(lo, hi - safe)
     if (hi - lo).max() > 2 * safe:
-        has = torch.cat([chosen, torch.ones_like(chosen[..., :1])], -1)[..., None]       # [R, B, 2T+1, 1]
+        has = torch.cat([chosen, torch.ones_like(chosen[..., :1])], -1)[
+            ..., None
+        ]  # [R, B, 2T+1, 1]
         weights = torch.softmax(torch.where(has > 0, scores[:, None], -math.inf), 2)
         return torch.einsum("rbnh,rnhe->rbhe", weights, by_head).flatten(-2)
     w = torch.exp(scores - shift)
-    table = torch.cat([(w[..., None] * by_head).flatten(-2), w], -1)     # [R, 2T+1, d+H]
+    table = torch.cat([(w[..., None] * by_head).flatten(-2), w], -1)  # [R, 2T+1, d+H]
     sums = torch.baddbmm(table[:, -1:], chosen, table[:, :-1])
     above, below = sums.split([values.shape[-1], H], -1)
     return (above.unflatten(-1, (H, -1)) / below[..., None]).flatten(-2)
@@ -122,6 +139,8 @@ def attention_of(ensemble: Ensemble, bits: Tensor) -> Tensor:
         The weights, shape ``[R, B, H, T + 1]``, the ``[CLS]`` token last.
     """
     _, scores, _ = ensemble.table()
-    zero, one, cls = scores.transpose(1, 2)[:, None].tensor_split([ensemble.T, 2 * ensemble.T], -1)
-    chosen = torch.where(bits.bool()[:, :, None], one, zero)             # [R, B, H, T]
+    zero, one, cls = scores.transpose(1, 2)[:, None].tensor_split(
+        [ensemble.T, 2 * ensemble.T], -1
+    )
+    chosen = torch.where(bits.bool()[:, :, None], one, zero)  # [R, B, H, T]
     return torch.softmax(torch.cat([chosen, cls.expand(*chosen.shape[:-1], 1)], -1), -1)

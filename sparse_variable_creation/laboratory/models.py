@@ -77,19 +77,49 @@ class Transformer(nn.Module):
     ValueError
         If ``heads`` does not divide ``d``, a size is below 1, or ``norm`` is another word.
     """
-    def __init__(self, T: int, d: int = 64, heads: int = 4, mlp_width: int = 256, norm: str = "pre", seed: int = 0):
+
+    def __init__(
+        self,
+        T: int,
+        d: int = 64,
+        heads: int = 4,
+        mlp_width: int = 256,
+        norm: str = "pre",
+        seed: int = 0,
+    ):
         super().__init__()
         if min(T, d, heads, mlp_width) < 1 or d % heads:
-            raise ValueError(f"heads is {heads} and d is {d}: all sizes must be at least 1, and heads must divide d")
+            raise ValueError(
+                f"heads is {heads} and d is {d}: all sizes must be at least 1, and heads must divide d"
+            )
         if norm not in ("pre", "post", "none"):
             raise ValueError(f"norm must be 'pre', 'post' or 'none', not {norm!r}")
         self.T, self.d, self.heads, self.mlp_width, self.norm = T, d, heads, mlp_width, norm
         generator = torch.Generator().manual_seed(seed)
-        weights = {"E": (2, d), "P": (T + 1, d), "c": (d,), "W_Q": (d, d), "W_K": (d, d), "W_V": (d, d), "W_O": (d, d),
-                   "W_1": (d, mlp_width), "W_2": (mlp_width, d), "w": (d,)}
+        weights = {
+            "E": (2, d),
+            "P": (T + 1, d),
+            "c": (d,),
+            "W_Q": (d, d),
+            "W_K": (d, d),
+            "W_V": (d, d),
+            "W_O": (d, d),
+            "W_1": (d, mlp_width),
+            "W_2": (mlp_width, d),
+            "w": (d,),
+        }
         for name, shape in weights.items():
-            self.register_parameter(name, nn.Parameter(0.02 * torch.randn(*shape, generator=generator)))
-        for name, shape in {"b_Q": d, "b_V": d, "b_O": d, "b_1": mlp_width, "b_2": d, "w_0": ()}.items():
+            self.register_parameter(
+                name, nn.Parameter(0.02 * torch.randn(*shape, generator=generator))
+            )
+        for name, shape in {
+            "b_Q": d,
+            "b_V": d,
+            "b_O": d,
+            "b_1": mlp_width,
+            "b_2": d,
+            "w_0": (),
+        }.items():
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
         for n in {"pre": (1, 2, 3), "post": (1, 2), "none": ()}[norm]:
             self.register_parameter(f"g_{n}", nn.Parameter(torch.ones(d)))
@@ -98,11 +128,18 @@ class Transformer(nn.Module):
     def forward(self, bits: Tensor, return_attention: bool = False) -> Tensor:
         """The logit at ``bits`` ``[B, T]``, shape ``[B]``; or the attention of ``[CLS]``, shape ``[B, heads, T + 1]``."""
         p = dict(self.named_parameters())
-        X = torch.cat([self.E[bits.long()] + self.P[:-1], (self.c + self.P[-1]).expand(len(bits), 1, -1)], 1)
+        X = torch.cat(
+            [self.E[bits.long()] + self.P[:-1], (self.c + self.P[-1]).expand(len(bits), 1, -1)],
+            1,
+        )
         u = layer_norm(p, X, 1) if self.norm == "pre" else X
-        q, k, v = ((u @ W + b).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-                   for W, b in ((self.W_Q, self.b_Q), (self.W_K, 0), (self.W_V, self.b_V)))     # [B, H, T + 1, d / H]
+        q, k, v = (
+            (u @ W + b).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for W, b in ((self.W_Q, self.b_Q), (self.W_K, 0), (self.W_V, self.b_V))
+        )  # [B, H, T + 1, d / H]
         if return_attention:
-            return torch.softmax(q[:, :, -1:] @ k.transpose(-1, -2) / (self.d / self.heads) ** 0.5, -1).squeeze(-2)
+            return torch.softmax(
+                q[:, :, -1:] @ k.transpose(-1, -2) / (self.d / self.heads) ** 0.5, -1
+            ).squeeze(-2)
         mix = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
         return read_out(p, X, mix, self.norm)[:, -1]

@@ -42,18 +42,25 @@ class Sample:
     labels
         Labels, Boolean of shape ``[m]``.
     """
+
     target: SparseBoolean
     bits: Tensor
     labels: Tensor
 
 # %% ../../nbs/laboratory/00_tasks.ipynb #00-tasks-10
-def conjunction_sample(T: int, s: int, m: int, seed: int, target: SparseBoolean | None = None) -> Sample:
+def conjunction_sample(
+    T: int, s: int, m: int, seed: int, target: SparseBoolean | None = None
+) -> Sample:
     """Draw a sample of the balanced conjunction task (:prf:ref:`def-task`), on the CPU.
 
     Parameters
     ----------
-    T, s, m
-        Context length, sparsity and number of examples.
+    T
+        Context length.
+    s
+        Sparsity, from 1 to ``T``.
+    m
+        Number of examples, at least 1.
     seed
         The seed of the draw, for example from :func:`seed_for`.
     target
@@ -75,6 +82,8 @@ def conjunction_sample(T: int, s: int, m: int, seed: int, target: SparseBoolean 
         raise ValueError(f"m is {m}: at least one example is needed")
     generator = torch.Generator().manual_seed(seed)
     if target is None:
-        target = SparseBoolean.conjunction(sorted(torch.randperm(T, generator=generator)[:s].tolist()), T)
+        target = SparseBoolean.conjunction(
+            sorted(torch.randperm(T, generator=generator)[:s].tolist()), T
+        )
     bits = (torch.rand(m, T, generator=generator) < 2 ** (-1 / s)).to(torch.uint8)
     return Sample(target, bits, target(bits))

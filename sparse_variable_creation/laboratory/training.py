@@ -27,6 +27,7 @@ class Stack:
     sizes
         How many of the ``M`` examples each network has, shape ``[R]``.
     """
+
     bits: Tensor
     labels: Tensor
     sizes: Tensor
@@ -48,14 +49,23 @@ def stack_samples(samples: list[Sample], device="cpu") -> Stack:
         The samples, padded with zeros.
     """
     sizes = torch.tensor([len(s.bits) for s in samples])
-    bits = torch.zeros(len(samples), int(sizes.max()), samples[0].bits.shape[1], dtype=torch.uint8)
+    bits = torch.zeros(
+        len(samples), int(sizes.max()), samples[0].bits.shape[1], dtype=torch.uint8
+    )
     labels = torch.zeros(bits.shape[:2])
     for r, sample in enumerate(samples):
         bits[r, : sizes[r]], labels[r, : sizes[r]] = sample.bits, sample.labels.float()
     return Stack(bits.to(device), labels.to(device), sizes.to(device))
 
 # %% ../../nbs/laboratory/03_training.ipynb #03-training-11
-def train(ensemble: Ensemble, sample: Stack, seeds: list[int], steps: int = 300, batch: int = 32, lr: float = 1e-3) -> Tensor:
+def train(
+    ensemble: Ensemble,
+    sample: Stack,
+    seeds: list[int],
+    steps: int = 300,
+    batch: int = 32,
+    lr: float = 1e-3,
+) -> Tensor:
     """Train every network of an ensemble with Adam on its own sample, in place.
 
     Parameters
@@ -80,17 +90,29 @@ def train(ensemble: Ensemble, sample: Stack, seeds: list[int], steps: int = 300,
         If there is not one seed for each network, or ``steps``, ``batch`` or ``lr`` is not positive.
     """
     if len(seeds) != ensemble.R or len(sample.sizes) != ensemble.R:
-        raise ValueError(f"seeds has {len(seeds)} and sample {len(sample.sizes)} entries: give one for each of the {ensemble.R} networks")
+        raise ValueError(
+            f"seeds has {len(seeds)} and sample {len(sample.sizes)} entries: give one for each of the {ensemble.R} networks"
+        )
     if min(steps, batch, lr) <= 0:
-        raise ValueError(f"steps is {steps}, batch is {batch}, lr is {lr}: all must be positive")
+        raise ValueError(
+            f"steps is {steps}, batch is {batch}, lr is {lr}: all must be positive"
+        )
     device = sample.bits.device
-    optimiser = torch.optim.Adam(ensemble.parameters(), lr=lr, fused=device.type in ("cpu", "cuda"))
-    draws = torch.stack([torch.rand(steps, batch, generator=torch.Generator().manual_seed(s)) for s in seeds], 1)
-    chosen = (draws.to(device) * sample.sizes[:, None]).long()           # [steps, R, batch], below the size of each sample
+    optimiser = torch.optim.Adam(
+        ensemble.parameters(), lr=lr, fused=device.type in ("cpu", "cuda")
+    )
+    draws = torch.stack(
+        [torch.rand(steps, batch, generator=torch.Generator().manual_seed(s)) for s in seeds], 1
+    )
+    chosen = (
+        draws.to(device) * sample.sizes[:, None]
+    ).long()  # [steps, R, batch], below the size of each sample
     rows, losses = torch.arange(ensemble.R, device=device)[:, None], []
     for index in chosen:
         logits = ensemble(sample.bits[rows, index])
-        loss = F.binary_cross_entropy_with_logits(logits, sample.labels[rows, index], reduction="none").mean(1)
+        loss = F.binary_cross_entropy_with_logits(
+            logits, sample.labels[rows, index], reduction="none"
+        ).mean(1)
         optimiser.zero_grad()
         loss.sum().backward()
         optimiser.step()
@@ -116,7 +138,10 @@ def accuracy(ensemble: Ensemble, sample: Stack, batch: int = 500) -> Tensor:
     Tensor
         Accuracy of each network, from 0 to 1, shape ``[R]``, on the CPU.
     """
-    right = [(ensemble(bits) > 0) == labels.bool() for bits, labels in zip(sample.bits.split(batch, 1), sample.labels.split(batch, 1))]
+    right = [
+        (ensemble(bits) > 0) == labels.bool()
+        for bits, labels in zip(sample.bits.split(batch, 1), sample.labels.split(batch, 1))
+    ]
     right = torch.cat(right, 1)
     counted = torch.arange(right.shape[1], device=right.device) < sample.sizes[:, None]
     return ((right & counted).sum(1) / sample.sizes).cpu()

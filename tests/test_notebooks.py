@@ -1,0 +1,137 @@
+"""The notebooks are the source: clean, in step with the modules that they export, and in the house's form."""
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SETTINGS, notebooks, pages
+from nbdev_book import SKIP, directives, public
+
+PACKAGE = SETTINGS["lib_path"]
+FLOORS = [{"figures"}, {"foundations"}, {"capacity"}, {"compiler"}, {"laboratory"}, {"experiments"}, {"face"}]
+
+
+def cells(path, kind=None):
+    "The cells of a notebook as (directives, text) pairs."
+    for cell in json.loads((ROOT / path).read_text())["cells"]:
+        if kind is None or cell["cell_type"] == kind:
+            yield directives("".join(cell["source"])) if cell["cell_type"] == "code" else ({}, "".join(cell["source"]))
+
+
+def module_of(path):
+    "The file that a notebook exports, from the package's folder, or None."
+    for found, _ in cells(path, "code"):
+        if "default_exp" in found:
+            return found["default_exp"].replace(".", "/") + ".py"
+    return None
+
+
+SOURCES = {module_of(path): path for path in notebooks() if module_of(path)}
+
+
+@pytest.fixture(scope="session")
+def fresh(tmp_path_factory):
+    "A copy of the project, exported and cleaned anew, so that the check touches nothing."
+    copy = tmp_path_factory.mktemp("fresh")
+    for name in ("nbs", PACKAGE):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+    for name in ("settings.ini", "index.ipynb"):
+        shutil.copy(ROOT / name, copy)
+    for tool in (["nbdev_export"], ["nbdev_clean"], ["nbdev_clean", "--fname", "index.ipynb"]):
+        subprocess.run([Path(sys.executable).parent / tool[0], *tool[1:]], cwd=copy, check=True, capture_output=True)
+    return copy
+
+
+def test_modules_are_exported(fresh):
+    wrong = []
+    for path in sorted((fresh / PACKAGE).rglob("*.py")):
+        name = str(path.relative_to(fresh / PACKAGE))
+        here = ROOT / PACKAGE / name
+        if not here.exists() or here.read_text() != path.read_text():
+            source = SOURCES.get(name, "nbs/ or settings.ini")
+            wrong.append(f"{PACKAGE}/{name} differs from its notebook: edit {source}, then run python3 dev.py export")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_module_has_a_notebook():
+    here = {str(p.relative_to(ROOT / PACKAGE)) for p in (ROOT / PACKAGE).rglob("*.py")}
+    assert {n for n in here if Path(n).name not in ("__init__.py", "_modidx.py")} == set(SOURCES)
+
+
+@pytest.mark.parametrize("path", notebooks())
+def test_notebook_is_clean(fresh, path):
+    assert (ROOT / path).read_text() == (fresh / path).read_text(), f"{path} is not clean: run python3 dev.py export"
+    for cell in json.loads((ROOT / path).read_text())["cells"]:
+        if cell["cell_type"] == "code" and cell["outputs"]:
+            found, _ = directives("".join(cell["source"]))
+            assert SKIP & found.keys() or found.get("eval") is False, f"{path}: clear the output of cell {cell['id']}"
+
+
+@pytest.mark.parametrize("path", notebooks())
+def test_widgets_need_no_kernel(path):
+    "`interact` and `Output` are dead in a page, and hang the book's build now and then (nbclient issue 312)."
+    for _, code in cells(path, "code"):
+        assert not re.search(r"\b(interact|interactive|interactive_output|Output)\(", code), f"{path}: {code[:80]}"
+
+
+@pytest.mark.parametrize("path", sorted(SOURCES.values()))
+def test_form_of_a_chapter(path):
+    "One exported definition a cell, shown or tested in the next one; a module at the path of its notebook."
+    stem = re.sub(r"(^|/)\d+_", r"\1", path.removeprefix("nbs/").removesuffix(".ipynb"))
+    assert SOURCES[f"{stem}.py"] == path, f"{path} must export {stem.replace('/', '.')}"
+    listed = list(cells(path, "code"))
+    for (found, code), (following, _) in zip(listed, listed[1:]):
+        if {"export", "exports"} & found.keys() and public(code):
+            assert len(public(code)) == 1, f"{path}: one exported definition a cell, not {public(code)}"
+            assert "hide" not in following, f"{path}: show or test {public(code)[0][0]} in the cell that follows it"
+
+
+def test_modules_import_from_their_floor_or_below():
+    floor = {name: n for n, names in enumerate(FLOORS) for name in names}
+    for module in SOURCES:
+        for node in ast.walk(ast.parse((ROOT / PACKAGE / module).read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith(PACKAGE)):
+                base = [PACKAGE, *Path(module).parts[:-1]]
+                target = ".".join([*base[: len(base) - node.level + 1], node.module]) if node.level else node.module
+                part = target.split(".")[1]
+                assert floor[part] <= floor[Path(module).parts[0].removesuffix(".py")], f"{module} imports {target}"
+
+
+def test_docstrings():
+    "Every public name says what it does, and its parameters, result and errors where it has them."
+    for module in SOURCES:
+        for node in ast.parse((ROOT / PACKAGE / module).read_text()).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                doc, where = ast.get_docstring(node) or "", f"{module}: {node.name}"
+                assert doc.split("\n")[0].endswith("."), f"{where} needs a summary of one line"
+                if isinstance(node, ast.FunctionDef):
+                    assert not node.args.args or "Parameters\n" in doc, f"{where} does not document its parameters"
+                    returns = not (isinstance(node.returns, ast.Constant) and node.returns.value is None)
+                    assert not returns or "Returns\n" in doc, f"{where} does not document its result"
+                    raises = any(isinstance(n, ast.Raise) for n in ast.walk(node))
+                    assert not raises or "Raises\n" in doc, f"{where} does not document its errors"
+
+
+def test_statements_say_where_they_come_from():
+    for path in notebooks():
+        for _, text in cells(path, "markdown"):
+            for body in re.findall(r"^:::\{prf:\w+\}.*?^:::", text, re.M | re.S):
+                assert "*Status: " in body, f"{path}: a statement has no status:\n{body[:120]}"
+
+
+def test_every_notebook_is_a_page():
+    assert {f"{page}.ipynb" for page in pages() if (ROOT / f"{page}.ipynb").exists()} == set(notebooks())
+
+
+def test_one_address():
+    "What must spell out the repository's address says what settings.ini says."
+    address = SETTINGS["git_url"]
+    install = f"![ -e /content ] && pip install -q git+{address}  # on Colab only"
+    for path in notebooks():
+        assert any(code.strip() == install for _, code in cells(path, "code")), f"{path}: no cell that installs on Colab"
+    for name in ("README.md", "pyproject.toml", "CITATION.cff"):
+        assert address in (ROOT / name).read_text(), f"{name} does not name {address}: run python3 dev.py export"
