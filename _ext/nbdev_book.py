@@ -178,13 +178,15 @@ def _ids(app, doctree, docname):
 
 
 def _page(app, pagename, templatename, context, doctree):
-    "Leave out Thebe, which Jupyter Book always adds (twice) and which needs a server; mend MyST-NB's folded cells."
+    "Leave out Thebe, which Jupyter Book always adds (twice) and which needs a server; mend the HTML of two parts."
     context["script_files"] = [js for js in context["script_files"]
                                if "THEBE_JS_URL" not in (getattr(js, "attributes", {}).get("body") or "")
                                and "sphinx-thebe" not in str(getattr(js, "filename", "") or "")]
     if "body" in context:  # MyST-NB puts paragraphs into the summary of a folded cell, which HTML does not allow
         context["body"] = re.sub(r'<p (class="(?:collapsed|expanded) admonition-title")>(.*?)</p>', r"<span \1>\2</span>",
                                  context["body"])
+        # docutils marks references with a role that ARIA 1.3 gives up
+        context["body"] = context["body"].replace('role="doc-biblioentry"', 'role="listitem"')
 
 
 def _plain_sources(app, exception):

@@ -98,7 +98,7 @@ class Figure:
         Path(path).write_text(self.panels[panel][theme], encoding="utf8")
 
 # %% ../nbs/figures.ipynb #figures-12
-def figure(draw, alt: str, size: tuple = (4.6, 2.9)) -> Figure:
+def figure(draw, alt: str, size: tuple = (4.4, 2.8)) -> Figure:
     """Draw a figure in both themes.
 
     Parameters
@@ -109,7 +109,7 @@ def figure(draw, alt: str, size: tuple = (4.6, 2.9)) -> Figure:
     alt
         What the figure shows, in words: required.
     size
-        Width and height of a panel in inches. A panel wider than 4.8 inches becomes unreadable on a phone.
+        Width and height of a panel in inches. A panel wider than 4.5 inches becomes unreadable on a phone.
 
     Returns
     -------
@@ -119,13 +119,13 @@ def figure(draw, alt: str, size: tuple = (4.6, 2.9)) -> Figure:
     Raises
     ------
     ValueError
-        If ``alt`` is empty, or ``size`` is wider than 4.8 inches.
+        If ``alt`` is empty, or ``size`` is wider than 4.5 inches.
     """
     if not alt.strip():
         raise ValueError("alt is empty: say in words what the figure shows")
-    if size[0] > 4.8:
+    if size[0] > 4.5:
         raise ValueError(
-            f"size is {size[0]} inches wide: at most 4.8 is readable on a phone; use several panels"
+            f"size is {size[0]} inches wide: at most 4.5 is readable on a phone; use several panels"
         )
     panels = []
     for one in draw if isinstance(draw, (list, tuple)) else [draw]:

@@ -145,7 +145,8 @@ def test_launch_buttons_lead_to_tracked_files(parsed):
     owner_and_repo = SETTINGS["git_url"].removeprefix("https://github.com/")
     start = f"https://colab.research.google.com/github/{owner_and_repo}/blob/{SETTINGS['branch']}/"
     for path in notebooks():
-        links = [link for link in parsed[(ROOT / path).relative_to(ROOT).with_suffix(".html")].links if "colab" in link]
+        links = [link for link in parsed[(ROOT / path).relative_to(ROOT).with_suffix(".html")].links
+                 if link.startswith("https://colab")]
         assert links and all(link.startswith(start) for link in links), (path, links)
         assert {link.removeprefix(start) for link in links} == {path} <= tracked
 
