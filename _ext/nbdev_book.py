@@ -42,7 +42,7 @@ def directives(source):
 
 
 def public(code):
-    "The public functions, classes and constants that `code` defines, each with the autodoc directive that describes it."
+    "The public functions and classes that `code` defines, each with the autodoc directive that describes it."
     found = []
     for n in ast.parse(code).body:
         if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not n.name.startswith("_"):
@@ -115,6 +115,8 @@ def read_nb(text):
             module = f"{PACKAGE}.{found['default_exp']}"
         exported = bool({"export", "exports"} & found.keys())
         cell.source = without_docstrings(code) if exported else code
+        if exported and not public(code) and re.match("(from|import) ", code):
+            cell.metadata.setdefault("mystnb", {}).setdefault("code_prompt_show", "Show the imports")
         if tags:
             cell.metadata["tags"] = sorted(tags)
         before, after = api(module, code) if exported and module else ([], [])
@@ -149,17 +151,19 @@ def _configure(app, config):
 
 
 def _api_page(app, docname, source):
-    "Fill the page of the API reference from nbdev's index of the exported modules."
+    "Fill the page of the API reference: every public name, module by module, in the order of the book."
     if docname != "nbs/api":
         return
-    index = importlib.import_module(f"{PACKAGE}._modidx").d["syms"]
-    parts = []
-    for module in index:
-        names = [n for n, kind in public(Path(importlib.import_module(module).__file__).read_text())]
-        if names:
-            parts.append(f"## `{module}`\n\n```{{eval-rst}}\n.. autosummary::\n\n"
-                         + "".join(f"   ~{module}.{name}\n" for name in names) + "```\n")
-    source[0] += "\n" + "\n".join(parts)
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
+    for page in (chapter["file"] for part in toc["parts"] for chapter in part["chapters"]):
+        path = ROOT / f"{page}.ipynb"
+        if not path.exists():
+            continue
+        cells = [directives(c.source) for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+        module = next(found["default_exp"] for found, _ in cells if "default_exp" in found)
+        names = [name for found, code in cells if {"export", "exports"} & found.keys() for name, _ in public(code)]
+        source[0] += (f"\n## {module}\n\n```{{eval-rst}}\n.. autosummary::\n\n"
+                      + "".join(f"   ~{PACKAGE}.{module}.{name}\n" for name in names) + "```\n")
 
 
 def _outdated(app, env, added, changed, removed):
