@@ -75,6 +75,7 @@ def plain_notebook(nb, docname, names, titles, directives):
             found, cell.source = directives(cell.source)
             if "default_exp" in found or "nbdev_export(" in cell.source:
                 continue
+            cell.source = re.sub(r":prf:ref:`([\w-]+)`", lambda m: names.get(m[1], m[1]), cell.source)
         cells.append(cell)
     nb.cells = cells
     return nb

@@ -130,7 +130,7 @@ def test_every_notebook_is_a_page():
 def test_one_address():
     "What must spell out the repository's address says what settings.ini says."
     address = SETTINGS["git_url"]
-    install = f"![ -e /content ] && pip install -q git+{address}  # on Colab only"
+    install = f'![ -e /content ] && pip install -q "sparse-variable-creation[notebooks] @ git+{address}"  # on Colab only'
     for path in notebooks():
         assert any(code.strip() == install for _, code in cells(path, "code")), f"{path}: no cell that installs on Colab"
     for name in ("README.md", "pyproject.toml", "CITATION.cff"):
