@@ -65,8 +65,12 @@ class Transformer(nn.Module):
     ----------
     T
         Context length, at least 1.
-    d, heads, mlp_width
-        Token dimension, number of heads (a divisor of ``d``) and width of the MLP.
+    d
+        Token dimension.
+    heads
+        Number of heads, a divisor of ``d``.
+    mlp_width
+        Width of the MLP.
     norm
         ``"pre"``, ``"post"`` or ``"none"``.
     seed

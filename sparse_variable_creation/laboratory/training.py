@@ -76,8 +76,12 @@ def train(
         Their samples.
     seeds
         One seed a network, for its batches: ``batch`` examples drawn with replacement at each step.
-    steps, batch, lr
-        Number of steps, examples a step, and learning rate.
+    steps
+        Number of steps, at least 1.
+    batch
+        Examples a step, at least 1.
+    lr
+        Learning rate, positive.
 
     Returns
     -------
