@@ -7,6 +7,7 @@ python3 dev.py export    after editing a notebook: export the modules, clean the
 python3 dev.py setup     only the set-up
 """
 import collections
+import json
 import os
 import re
 import shutil
@@ -20,8 +21,9 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 ENV = dict(os.environ, PATH=str(BIN) + os.pathsep + os.environ.get("PATH", ""), VIRTUAL_ENV=str(VENV), OMP_NUM_THREADS="1",
            PYTHONUNBUFFERED="1", JUPYTER_PREFER_ENV_PATH="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
 PAGE = ROOT / "_build" / "html" / "index.html"
+KEEPS_OUTPUT = re.compile(r"(#\|.*\n)*#\| *(cuda|notest|eval: *false)")  # cells that the book does not run
 NEEDED_GIB = 3  # the installed packages take about 1.5 GiB with PyTorch for the CPU, and pip unpacks before it installs
-CAUSES = [  # what a failed step printed, and what to do about it
+CAUSES = [  # what a failed step of the set-up printed, and what to do about it; the first one can meet any step
     (r"No space left on device|Errno 28|Disk quota exceeded",
      "the disk is full: free some space (the set-up takes about {gib} GiB, with PyTorch for CUDA 8 GiB) and run this again"),
     (r"Temporary failure in name resolution|Name or service not known|getaddrinfo failed|nodename nor servname|"
@@ -38,16 +40,16 @@ def fail(message):
     sys.exit("dev.py: " + message)
 
 
-def cause(output):
+def cause(output, setting_up=True):
     "One line that says what to do about a step that failed with `output`, or an empty string."
-    for pattern, advice in CAUSES:
+    for pattern, advice in CAUSES if setting_up else CAUSES[:1]:
         if re.search(pattern, output):
             return advice.format(gib=NEEDED_GIB, root=ROOT)
     return ""
 
 
 def run(*args, show=True):
-    "Run a command of the environment, pass on what it prints, and return it; end with one line where it fails."
+    "Run a command, pass on what it prints (not during the set-up), and return it; end with one line where it fails."
     args = [str(a) for a in args]
     print("+", " ".join([Path(args[0]).name] + args[1:]), flush=True)
     lines = collections.deque(maxlen=4000)
@@ -59,10 +61,10 @@ def run(*args, show=True):
                 print(line, end="", flush=True)
     output = "".join(lines)
     if process.returncode:
-        advice = cause(output)
+        advice = cause(output, setting_up=not show)
         if not show and not advice:
             print(output[-3000:])
-        fail(advice or "`%s` failed, see above" % " ".join([Path(args[0]).name] + args[1:3]))
+        fail("`%s` failed: %s" % (" ".join([Path(args[0]).name] + args[1:3]), advice or "see above"))
     return output
 
 
@@ -73,9 +75,11 @@ def tool(name):
 def setup():
     "Make the environment and install the locked packages, unless they are there."
     stamp = VENV / "installed"
-    want = "\n".join((ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt"))
-    if stamp.exists() and stamp.read_text() == want and tool("python").exists():
+    want = "\n".join([str(VENV)] + [(ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt")])
+    sound = tool("python").exists() and subprocess.call([str(tool("python")), "-c", "import pip"]) == 0
+    if sound and stamp.exists() and stamp.read_text() == want:
         return
+    sound = sound and (not stamp.exists() or stamp.read_text().startswith(str(VENV) + "\n"))  # it was not moved
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
         fail("Python 3.11, 3.12 or 3.13 is needed, and this is %d.%d: run for example `python3.12 dev.py`" % sys.version_info[:2])
     try:
@@ -84,9 +88,9 @@ def setup():
     except ImportError:
         fail(cause("ensurepip"))
     free = shutil.disk_usage(str(ROOT)).free / 2**30
-    if free < NEEDED_GIB and not tool("pip").exists():
+    if free < NEEDED_GIB and not stamp.exists():
         fail("%.1f GiB are free, and %s" % (free, cause("Errno 28")))
-    if not tool("pip").exists():
+    if not sound:
         run(sys.executable, "-m", "venv", "--clear", VENV, show=False)
     print("Installing the locked packages: a few minutes the first time", flush=True)
     run(tool("python"), "-m", "pip", "install", "-q", "-c", "constraints.txt", "-e", ".[dev]", show=False)
@@ -95,7 +99,13 @@ def setup():
 
 def book(*options):
     "Build the book; warnings are errors."
+    unfinished = ROOT / "_build" / "unfinished"
+    if unfinished.exists():  # after a failed build only a clean one tells the truth
+        options = ("--all",)
+    unfinished.parent.mkdir(exist_ok=True)
+    unfinished.touch()
     run(tool("jupyter-book"), "build", ".", "-W", "--keep-going", "-n", *options)
+    unfinished.unlink()
     print("Open", PAGE.as_uri())
 
 
@@ -109,7 +119,7 @@ def test_notebooks():
     "Run nbdev_test, and check that it ran every notebook."
     output = "".join(run(tool("nbdev_test"), *where, "--do_print", "--timing")
                      for where in (["--n_workers", "2"], ["--path", "index.ipynb"]))
-    tested = {Path(p).resolve() for p in re.findall(r"^- Completed (.*\.ipynb)", output, re.M)}
+    tested = {Path(p).resolve() for p in re.findall(r"- Completed (.*?\.ipynb)", output)}
     missed = [str(p.relative_to(ROOT)) for p in notebooks() if p not in tested]
     if missed:
         fail("nbdev_test passed over %s: rename or mend it so that it runs" % ", ".join(missed))
@@ -119,6 +129,12 @@ def test_notebooks():
 def export():
     "Export the modules, clean the notebooks, and spell out the address of settings.ini where a file must."
     run(tool("nbdev_export"))
+    for path in notebooks():
+        notebook = json.loads(path.read_text(encoding="utf8"))
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code" and not KEEPS_OUTPUT.match("".join(cell["source"])):
+                cell["outputs"] = []
+        path.write_text(json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf8")
     for where in ([], ["--fname", "index.ipynb"]):
         run(tool("nbdev_clean"), *where)
     new = re.search(r"^git_url *= *(\S+)", (ROOT / "settings.ini").read_text(), re.M).group(1)

@@ -15,7 +15,7 @@ import nbformat
 import yaml
 from docutils import nodes
 
-from plain_notebook import plain_notebook, statement_names
+from plain_notebook import plain_notebook, reference_names, statement_names
 
 ROOT = Path(__file__).resolve().parent.parent
 _ini = configparser.ConfigParser()
@@ -28,12 +28,12 @@ TAGS = {"hide": ["remove-cell"], "hide_input": ["remove-input"], "hide_output": 
         "default_exp": ["remove-cell"], "export": ["hide-input"], "exports": [], "exporti": ["hide-input"],
         **{flag: [] for flag in SKIP}}
 NOT_RUN = "skip-execution"
-_line = re.compile(r"^#\|\s*([A-Za-z_][\w-]*)\s*(:?)\s*(.*)$")
+_line = re.compile(r"^\s*#\s*\|\s*([A-Za-z_][\w-]*)\s*(:?)\s*(.*)$")
 
 
 def directives(source):
     "Split `source` into its leading directives and the code below them."
-    found, lines = {}, source.splitlines(keepends=True)
+    found, lines = {}, source.lstrip("\n").splitlines(keepends=True)
     while lines and (m := _line.match(lines[0].rstrip("\n"))):
         name, colon, rest = m.groups()
         found[name] = yaml.safe_load(rest) if colon else rest.strip()
@@ -60,10 +60,14 @@ def api(module, code):
 
 def without_docstrings(code):
     "The code as the page shows it: the reference below it says what the docstrings say."
-    lines = code.split("\n")
-    for node in reversed([n for n in ast.walk(ast.parse(code)) if isinstance(n, (ast.FunctionDef, ast.ClassDef))]):
-        if ast.get_docstring(node) and len(node.body) > 1:
-            del lines[node.body[0].lineno - 1 : node.body[0].end_lineno]
+    lines, found = code.split("\n"), []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) and len(node.body) > 1:
+            doc = node.body[0]
+            if lines[doc.lineno - 1].lstrip().startswith(('"', "'")) and node.body[1].lineno > doc.end_lineno:
+                found.append((doc.lineno - 1, doc.end_lineno))  # it stands on lines of its own
+    for start, end in sorted(found, reverse=True):
+        del lines[start:end]
     return "\n".join(lines)
 
 
@@ -199,12 +203,13 @@ def _plain_sources(app, exception):
         return
     pages = {d: app.env.doc2path(d) for d in app.env.found_docs if app.env.doc2path(d).endswith(".ipynb")}
     sources = {d: nbformat.read(path, as_version=4) for d, path in pages.items()}
-    names = statement_names(sources.values())
+    names = statement_names(sources.values()) | reference_names(ROOT / "references.bib")
+    install = f'pip install "{SETTINGS["repo"]}[notebooks] @ git+{SETTINGS["git_url"]}"'
     titles = {d: title.astext() for d, title in app.env.titles.items()}
     for docname, nb in sources.items():
         target = Path(app.outdir) / "_sources" / f"{docname}.ipynb"
         if target.exists():
-            nbformat.write(plain_notebook(nb, docname, names, titles, directives), target)
+            nbformat.write(plain_notebook(nb, docname, names, titles, directives, install), target)
 
 
 def setup(app):

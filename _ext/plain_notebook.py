@@ -20,7 +20,7 @@ def statement_names(notebooks):
             if figure:
                 caption = re.search(r'^#\| *fig-cap: *"?(.*?)[.:"]', cell.source, re.M)
                 names[figure[1]] = f"the figure “{caption[1]}”" if caption else "the figure"
-            for label in re.findall(r"^\$\$ *\(([\w-]+)\)$", cell.source, re.M):
+            for label in re.findall(r"\$\$ *\(([\w-]+)\)$", cell.source, re.M):
                 names[label] = f"({label})"
     return names
 
@@ -36,7 +36,7 @@ def _text(kind, body, docname, names, titles):
     if kind in ("prf:ref", "numref", "eq", "ref"):
         return names.get(body, body)
     if kind.startswith("cite"):
-        return f"[{body}]"
+        return f"[{names.get(body, body)}]"
     return f"`{body.rsplit('.', 1)[-1] if body.startswith('~') else body}`"
 
 
@@ -60,12 +60,24 @@ def plain_markdown(text, docname, names, titles):
             continue
         else:
             options = options and not line.strip()
-            out.append(re.sub(r"^\$\$ *\([\w-]+\)$", "$$", line))
+            out.append(re.sub(r"\$\$ *\([\w-]+\)$", "$$", line))
     return _role.sub(lambda m: _text(m[1], m[2], docname, names, titles), "\n".join(out))
 
 
-def plain_notebook(nb, docname, names, titles, directives):
-    "A copy of `nb` without directives; cells that only serve nbdev are left out."
+def reference_names(path):
+    "How to cite each entry of a BibTeX file in plain text: key -> authors, year, address."
+    names = {}
+    for key, entry in re.findall(r"^@\w+\{(\S+),\n(.*?)^\}", path.read_text(), re.M | re.S):
+        field = {name: value.strip("{}") for name, value in re.findall(r"^ *(\w+) *= *\{(.*)\},$", entry, re.M)}
+        people = [author.split(",")[0] for author in field.get("author", key).split(" and ")]
+        who = people[0] if len(people) == 1 else f"{people[0]} et al." if len(people) > 2 else " and ".join(people)
+        where = re.sub(r"\\", "", field.get("note") or field.get("howpublished", ""))
+        names[key] = ", ".join(part for part in (who, field.get("year"), where.rstrip(".")) if part)
+    return names
+
+
+def plain_notebook(nb, docname, names, titles, directives, install):
+    "A copy of `nb` without directives; cells that only serve nbdev are left out, and `install` is named."
     nb = copy.deepcopy(nb)
     cells = []
     for cell in nb.cells:
@@ -75,7 +87,13 @@ def plain_notebook(nb, docname, names, titles, directives):
             found, cell.source = directives(cell.source)
             if "default_exp" in found or "nbdev_export(" in cell.source:
                 continue
+            if cell.source.startswith("![ -e /content ]"):
+                cell.source = f"# This notebook needs the library. If it is not there, remove the # below:\n# %{install}"
             cell.source = re.sub(r":prf:ref:`([\w-]+)`", lambda m: names.get(m[1], m[1]), cell.source)
+            cell.source = re.sub(r":(?:math|class|func):`~?([^`]+)`", r"``\1``", cell.source)
         cells.append(cell)
+        if cell.cell_type == "code" and "fig-cap" in found:
+            caption = plain_markdown(found["fig-cap"], docname, names, titles)
+            cells.append(type(cell)(cell_type="markdown", id=f"{cell.id}-caption"[:64], metadata={}, source=f"*{caption}*"))
     nb.cells = cells
     return nb

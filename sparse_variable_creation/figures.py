@@ -83,10 +83,10 @@ class Figure:
         self.panels, self.alt = panels, alt
 
     def _repr_html_(self) -> str:
-        # Outside the book nothing hides the dark image, so it starts hidden; the book's style sheet picks one of the two.
-        shown = {"light": "", "dark": ' style="display:none"'}
+        # Outside the book the light image is shown, on white; the book's style sheet picks the one that fits the page.
+        shown = {"light": "background:white", "dark": "display:none"}
         images = "".join(
-            f'<img class="only-{theme}"{shown[theme]} alt="{html.escape(self.alt if n == 0 else "", quote=True)}" '
+            f'<img class="only-{theme}" style="{shown[theme]}" alt="{html.escape(self.alt if n == 0 else "", quote=True)}" '
             f'src="data:image/svg+xml;base64,{base64.b64encode(panel[theme].encode()).decode()}">'
             for n, panel in enumerate(self.panels)
             for theme in INK
@@ -95,6 +95,7 @@ class Figure:
 
     def save(self, path, theme: str = "light", panel: int = 0) -> None:
         """Write the SVG of one ``panel`` in one ``theme`` to the file ``path``."""
+        theme_style(theme)  # refuses an unknown theme
         Path(path).write_text(self.panels[panel][theme], encoding="utf8")
 
 # %% ../nbs/figures.ipynb #figures-12
@@ -119,16 +120,18 @@ def figure(draw, alt: str, size: tuple = (4.4, 2.8)) -> Figure:
     Raises
     ------
     ValueError
-        If ``alt`` is empty, or ``size`` is wider than 4.5 inches.
+        If ``alt`` is empty, there is nothing to draw, or ``size`` is wider than 4.5 inches.
     """
-    if not alt.strip():
-        raise ValueError("alt is empty: say in words what the figure shows")
+    if not isinstance(alt, str) or not alt.strip():
+        raise ValueError(f"alt is {alt!r}: say in words what the figure shows")
     if size[0] > 4.5:
         raise ValueError(
             f"size is {size[0]} inches wide: at most 4.5 is readable on a phone; use several panels"
         )
-    panels = []
-    for one in draw if isinstance(draw, (list, tuple)) else [draw]:
+    panels, draws = [], draw if isinstance(draw, (list, tuple)) else [draw]
+    if not draws:
+        raise ValueError("draw is empty: give at least one function")
+    for one in draws:
         panel = {}
         for theme in INK:
             with mpl.rc_context(theme_style(theme)):
@@ -192,8 +195,11 @@ def provenance(device="cpu") -> str:
     str
         For example ``"CPU AMD EPYC, 1 thread, PyTorch 2.13.0, Python 3.11.7"``.
     """
-    if torch.device(device).type == "cuda":
+    kind = torch.device(device).type
+    if kind == "cuda":
         where = f"GPU {torch.cuda.get_device_name(device)}"
+    elif kind != "cpu":
+        where = f"device {device} of {platform.machine()}"
     else:
         names = [
             line.split(":", 1)[1].strip()

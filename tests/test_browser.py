@@ -95,6 +95,9 @@ def test_page(visit, name):
     assert page.evaluate("document.querySelectorAll('mjx-merror, [data-mjx-error], mjx-container [data-mml-node=merror]').length") == 0
     missing = page.evaluate("[...document.querySelectorAll('.math')].filter(e => !e.querySelector('mjx-container')).length")
     assert missing == 0, f"{missing} formulas are not typeset"
+    text = page.evaluate("""() => { const copy = document.querySelector('article').cloneNode(true);
+        copy.querySelectorAll('pre, code, script, mjx-container').forEach(e => e.remove()); return copy.textContent; }""")
+    assert "$" not in text and "\\(" not in text, text[max(0, text.find("$") - 40):][:120]
     # One title, headings in order, figures and contrast, in both themes
     assert page.locator("article h1").count() == 1
     for theme in ("light", "dark"):
@@ -150,5 +153,10 @@ def test_reading_aids(visit):
     folded = page.locator("details.hide", has_text="Show the test").first
     folded.locator("summary").click()
     assert folded.locator("pre").first.is_visible()
-    page.locator("button.theme-switch-button").first.click()
-    assert page.evaluate("document.documentElement.dataset.theme") in ("light", "dark")
+    seen = set()
+    for _ in range(3):                                                   # auto, light, dark
+        page.locator("button.theme-switch-button").first.click()
+        seen.add(page.evaluate("[document.documentElement.dataset.theme, "
+                               "getComputedStyle(document.body).backgroundColor].join(' ')"))
+        assert broken_figures(page) == 0
+    assert len(seen) == 2, seen

@@ -57,6 +57,12 @@ def test_modules_are_exported(fresh):
     assert not wrong, "\n".join(wrong)
 
 
+def test_packages_hold_no_code():
+    for path in (ROOT / PACKAGE).rglob("__init__.py"):
+        allowed = f'__version__ = "{SETTINGS["version"]}"\n' if path.parent.name == PACKAGE else ""
+        assert path.read_text() == allowed, f"{path.relative_to(ROOT)} is made by nbdev_export: leave it alone"
+
+
 def test_every_module_has_a_notebook():
     here = {str(p.relative_to(ROOT / PACKAGE)) for p in (ROOT / PACKAGE).rglob("*.py")}
     assert {n for n in here if Path(n).name not in ("__init__.py", "_modidx.py")} == set(SOURCES)
@@ -68,7 +74,7 @@ def test_notebook_is_clean(fresh, path):
     for cell in json.loads((ROOT / path).read_text())["cells"]:
         if cell["cell_type"] == "code" and cell["outputs"]:
             found, _ = directives("".join(cell["source"]))
-            assert SKIP & found.keys() or found.get("eval") is False, f"{path}: clear the output of cell {cell['id']}"
+            assert SKIP & found.keys() or found.get("eval") is False, f"{path}: cell {cell['id']} has an output: run python3 dev.py export"
 
 
 @pytest.mark.parametrize("path", notebooks())
@@ -84,10 +90,11 @@ def test_form_of_a_chapter(path):
     stem = re.sub(r"(^|/)\d+_", r"\1", path.removeprefix("nbs/").removesuffix(".ipynb"))
     assert SOURCES[f"{stem}.py"] == path, f"{path} must export {stem.replace('/', '.')}"
     listed = list(cells(path, "code"))
-    for (found, code), (following, _) in zip(listed, listed[1:]):
+    for (found, code), (following, shown) in zip(listed, listed[1:]):
         if {"export", "exports"} & found.keys() and public(code):
             assert len(public(code)) == 1, f"{path}: one exported definition a cell, not {public(code)}"
-            assert "hide" not in following, f"{path}: show or test {public(code)[0][0]} in the cell that follows it"
+            assert not {"hide", "export", "exports", "exporti"} & following.keys(), f"{path}: show or test {public(code)[0][0]} in the next cell"
+            assert public(code)[0][0] in shown, f"{path}: the cell after {public(code)[0][0]} does not name it"
 
 
 def test_modules_import_from_their_floor_or_below():

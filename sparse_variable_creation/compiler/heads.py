@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from ..foundations.attention import RatioForm
-from ..foundations.boolean import check_indices
+from ..foundations.boolean import check_bits, check_indices
 from ..foundations.norms import norm_pq
 
 # %% ../../nbs/compiler/00_heads.ipynb #00-heads-06
@@ -44,8 +44,8 @@ class AndHead(nn.Module):
         self, indices: Sequence[int], T: int, beta: float | None = None, dtype=torch.float32
     ):
         super().__init__()
-        self.indices, self.T, self.s = tuple(int(i) for i in indices), int(T), len(indices)
-        check_indices(self.indices, self.T)
+        check_indices(indices, T)
+        self.indices, self.T, self.s = tuple(int(i) for i in indices), T, len(indices)
         if not self.s:
             raise ValueError("indices is empty: give at least one position")
         self.beta = math.log(16 * (T + 1) * self.s) if beta is None else float(beta)
@@ -70,10 +70,6 @@ class AndHead(nn.Module):
 
     def forward(self, bits: Tensor) -> Tensor:
         """The output at ``bits`` of shape ``[..., T]`` (0 and 1, any dtype); the result has shape ``[...]``."""
-        if bits.shape[-1] != self.T:
-            raise ValueError(
-                f"bits has last dimension {bits.shape[-1]}: it must be the context length T = {self.T}"
-            )
         return torch.relu(self.ratio()(bits)).squeeze(-1)
 
     def predict(self, bits: Tensor) -> Tensor:
@@ -82,13 +78,14 @@ class AndHead(nn.Module):
 
     def attention(self, bits: Tensor) -> Tensor:
         """The attention weights at ``bits``, shape ``[..., T + 1]``, the ``[CLS]`` token last."""
+        check_bits(bits, self.T)
         ratio = self.ratio()
         scores = torch.where(bits.bool(), ratio.scores[1], ratio.scores[0])
         return torch.softmax(
             torch.cat([scores, ratio.cls_score.expand(*scores.shape[:-1], 1)], -1), -1
         )
 
-# %% ../../nbs/compiler/00_heads.ipynb #00-heads-07
+# %% ../../nbs/compiler/00_heads.ipynb #00-heads-08
 def one_hot_tokens(bits: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Write contexts as tokens with one-hot positions, the ``[CLS]`` token last: memory grows like ``T**2`` a context.
 
@@ -109,7 +106,7 @@ def one_hot_tokens(bits: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     x = one_hot[:T] + one_hot[T + bits.long()]
     return torch.cat([x, one_hot[-1].expand(*x.shape[:-2], 1, -1)], -2)
 
-# %% ../../nbs/compiler/00_heads.ipynb #00-heads-09
+# %% ../../nbs/compiler/00_heads.ipynb #00-heads-10
 def head_norms(W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> dict[str, float]:
     """Measure the norms of a head's weights, without forming their product.
 
@@ -122,7 +119,17 @@ def head_norms(W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> dict[str, float]:
     -------
     dict
         ``W_Q``, ``W_K``, ``W_V`` (Frobenius), ``W_QK`` (spectral) and ``W_QK (2,1)``, the (2,1) norm of its transpose.
+
+    Raises
+    ------
+    ValueError
+        If the matrices do not fit together.
     """
+    for name, M in (("W_K", W_K), ("W_V", W_V)):
+        if len(M) != len(W_Q) or (name == "W_K" and M.shape != W_Q.shape):
+            raise ValueError(
+                f"{name} has shape {list(M.shape)}: it does not fit W_Q, {list(W_Q.shape)}"
+            )
     R_K = torch.linalg.qr(W_K).R  # W_QK @ W_QK.T = W_Q R_K.T R_K W_Q.T
     rows = W_Q @ R_K.T
     return {
@@ -133,7 +140,7 @@ def head_norms(W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> dict[str, float]:
         "W_QK (2,1)": norm_pq(rows.T, 2, 1).item(),
     }
 
-# %% ../../nbs/compiler/00_heads.ipynb #00-heads-11
+# %% ../../nbs/compiler/00_heads.ipynb #00-heads-12
 def and_promises(T: int, s: int, beta: float) -> dict[str, float]:
     """State what :prf:ref:`thm-and` promises.
 
@@ -150,9 +157,17 @@ def and_promises(T: int, s: int, beta: float) -> dict[str, float]:
     -------
     dict
         The norms, named as in :func:`head_norms`, and ``off-support mass``, ``error`` and ``margin``.
+
+    Raises
+    ------
+    ValueError
+        If not ``1 <= s <= T``, or ``beta`` is not a positive number.
     """
-    others, root = T + 1 - s, math.sqrt(s)
-    eta = others / (others + s * math.exp(beta))
+    if not 1 <= s <= T:
+        raise ValueError(f"s is {s}: the sparsity must be from 1 to T = {T}")
+    if not 0 < beta < math.inf:
+        raise ValueError(f"beta is {beta}: it must be a positive number")
+    root, eta = math.sqrt(s), 1 / (1 + s / (T + 1 - s) * math.exp(min(beta, 700)))
     return {
         "W_Q": beta,
         "W_K": root,

@@ -43,7 +43,7 @@ class Block:
     losses: Tensor
     accuracy: Tensor
 
-# %% ../../nbs/experiments/00_and_sample_complexity.ipynb #00-and-sample-complexity-07
+# %% ../../nbs/experiments/00_and_sample_complexity.ipynb #00-and-sample-complexity-08
 def train_block(
     T: int, s: int, cells: list[tuple[int, int]], steps: int, device="cpu", tests: int = 1000
 ) -> Block:
@@ -78,6 +78,8 @@ def train_block(
         raise ValueError(
             "cells is empty: give at least one pair of a sample size and a replicate number"
         )
+    if min(steps, tests) < 1:
+        raise ValueError(f"steps is {steps} and tests is {tests}: both must be at least 1")
     samples = [
         conjunction_sample(T, s, m, seed_for("and", "train", T, s, m, r)) for m, r in cells
     ]

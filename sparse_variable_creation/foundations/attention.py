@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 import torch
 from torch import Tensor
+from .boolean import check_bits
 
 # %% ../../nbs/foundations/01_attention.ipynb #01-attention-06
 def attention_weights(X: Tensor, z: Tensor, W_Q: Tensor, W_K: Tensor) -> Tensor:
@@ -20,7 +21,7 @@ def attention_weights(X: Tensor, z: Tensor, W_Q: Tensor, W_K: Tensor) -> Tensor:
     X
         Tokens, shape ``[..., T, d]``.
     z
-        The context of the head, shape ``[..., d]``.
+        The query token, shape ``[..., d]``.
     W_Q, W_K
         Query and key matrices, shape ``[d, k']``.
 
@@ -66,7 +67,7 @@ def softmax_head(
     X
         Tokens, shape ``[..., T, d]``, any floating-point dtype.
     z
-        The context of the head, shape ``[..., d]``.
+        The query token, shape ``[..., d]``.
     W_Q, W_K
         Query and key matrices, shape ``[d, k']``.
     W_V
@@ -122,12 +123,12 @@ class RatioForm:
         """
         scores = torch.cat([self.scores[1], self.scores[0], self.cls_score[None]])
         values = torch.cat([self.values[1], self.values[0], self.cls_value[None]])
-        lo, hi, safe = self._range()
+        lo, hi, safe = self.range()
         weights = torch.exp(scores - torch.maximum(lo, hi - safe))[:, None]
         return torch.cat([weights * values, weights], 1)
 
-    def _range(self):
-        # The largest score that a token of every context is sure to reach, the largest of all, and the largest safe exponent.
+    def range(self) -> tuple[Tensor, Tensor, float]:
+        """The largest score that a token of every context is sure to reach, the largest of all, and the safe exponent."""
         lo = torch.maximum(self.cls_score, self.scores.amin(0).max())
         return (
             lo,
@@ -137,7 +138,8 @@ class RatioForm:
 
     def __call__(self, bits: Tensor) -> Tensor:
         """The head before its activation at ``bits`` of shape ``[..., T]``; the result has shape ``[..., k]``."""
-        lo, hi, safe = self._range()
+        check_bits(bits, self.scores.shape[1])
+        lo, hi, safe = self.range()
         if hi - lo > 2 * safe:  # no single shift fits: each context has its own
             scores = torch.where(bits.bool(), self.scores[1], self.scores[0])
             weights = torch.softmax(
@@ -152,9 +154,9 @@ class RatioForm:
         sums = torch.cat([x, 1 - x, torch.ones_like(x[..., :1])], -1) @ self.affine()
         return sums[..., :-1] / sums[..., -1:]
 
-# %% ../../nbs/foundations/01_attention.ipynb #01-attention-14
+# %% ../../nbs/foundations/01_attention.ipynb #01-attention-15
 def ratio_form(tokens: Tensor, cls: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> RatioForm:
-    """Tabulate a head whose context is the ``[CLS]`` token (:prf:ref:`thm-ratio`).
+    """Tabulate a head whose query token is ``[CLS]`` (:prf:ref:`thm-ratio`).
 
     Parameters
     ----------
@@ -173,8 +175,10 @@ def ratio_form(tokens: Tensor, cls: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tenso
     query = W_K @ (W_Q.T @ cls)
     return RatioForm(tokens @ query, tokens @ W_V, cls @ query, cls @ W_V)
 
-# %% ../../nbs/foundations/01_attention.ipynb #01-attention-19
-def halfspace(head: RatioForm, w: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor]:
+# %% ../../nbs/foundations/01_attention.ipynb #01-attention-20
+def halfspace(
+    head: RatioForm, w: Tensor, threshold: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Find the halfspace on which the read-out ``w @ head(bits)`` of a linear head exceeds a threshold (:prf:ref:`cor-halfspace`).
 
     Parameters
@@ -189,9 +193,24 @@ def halfspace(head: RatioForm, w: Tensor, threshold: float = 0.0) -> tuple[Tenso
     Returns
     -------
     tuple
-        Coefficients ``c`` of shape ``[T]`` and offset ``c0``: the read-out exceeds the threshold exactly where
-        ``c0 + bits @ c > 0``.
+        ``on`` and ``off`` of shape ``[T]`` and ``c0``, a number: the read-out exceeds the threshold where
+        ``c0 + bits @ on + (1 - bits) @ off > 0``, up to rounding. The coefficients of the statement are
+        :math:`c_t` = ``on - off`` and :math:`c_0` = ``c0 + off.sum()``.
+
+    Raises
+    ------
+    ValueError
+        If ``w`` has another length than the head has outputs, or the scores range too widely for the dtype.
     """
+    if w.shape != head.cls_value.shape:
+        raise ValueError(
+            f"w has shape {list(w.shape)}: it must have one entry for each output, {list(head.cls_value.shape)}"
+        )
+    lo, hi, safe = head.range()
+    if hi - lo > 2 * safe:
+        raise ValueError(
+            f"head has scores that range over {hi - lo:.0f}: at most {2 * safe:.0f} fits into {w.dtype}"
+        )
     lines = head.affine() @ torch.cat([w, w.new_tensor([-threshold])])
-    on, off, cls = lines.tensor_split([head.scores.shape[1], -1])
-    return on - off, off.sum() + cls.sum()
+    on, off, c0 = lines.tensor_split([head.scores.shape[1], -1])
+    return on, off, c0.squeeze()

@@ -9,6 +9,7 @@ __all__ = ['layer_norm', 'read_out', 'Transformer']
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from ..foundations.boolean import check_bits
 
 # %% ../../nbs/laboratory/01_models.ipynb #01-models-07
 def layer_norm(p: dict, h: Tensor, n: int) -> Tensor:
@@ -30,7 +31,7 @@ def layer_norm(p: dict, h: Tensor, n: int) -> Tensor:
     """
     return F.layer_norm(h, h.shape[-1:]) * p[f"g_{n}"].unsqueeze(-2) + p[f"c_{n}"].unsqueeze(-2)
 
-# %% ../../nbs/laboratory/01_models.ipynb #01-models-08
+# %% ../../nbs/laboratory/01_models.ipynb #01-models-09
 def read_out(p: dict, h: Tensor, mix: Tensor, norm: str) -> Tensor:
     """Finish the network of :prf:ref:`def-transformer` for the rows whose attention output is known.
 
@@ -57,7 +58,7 @@ def read_out(p: dict, h: Tensor, mix: Tensor, norm: str) -> Tensor:
     h = layer_norm(p, h, {"pre": 3, "post": 2}[norm]) if norm != "none" else h
     return (h @ p["w"].unsqueeze(-1)).squeeze(-1) + p["w_0"].unsqueeze(-1)
 
-# %% ../../nbs/laboratory/01_models.ipynb #01-models-09
+# %% ../../nbs/laboratory/01_models.ipynb #01-models-11
 class Transformer(nn.Module):
     """A one-layer Transformer read at the ``[CLS]`` token (:prf:ref:`def-transformer`).
 
@@ -71,15 +72,21 @@ class Transformer(nn.Module):
         Number of heads, a divisor of ``d``.
     mlp_width
         Width of the MLP.
+    layers
+        Number of layers: 1 so far.
     norm
         ``"pre"``, ``"post"`` or ``"none"``.
+    positions
+        ``"learned"`` so far.
+    dropout
+        0 so far.
     seed
         The seed of the initial weights: normal with standard deviation 0.02; biases 0, LayerNorm gains 1.
 
     Raises
     ------
     ValueError
-        If ``heads`` does not divide ``d``, a size is below 1, or ``norm`` is another word.
+        If ``heads`` does not divide ``d``, a size is below 1, or another argument has a value that is not named above.
     """
 
     def __init__(
@@ -88,10 +95,21 @@ class Transformer(nn.Module):
         d: int = 64,
         heads: int = 4,
         mlp_width: int = 256,
+        layers: int = 1,
         norm: str = "pre",
+        positions: str = "learned",
+        dropout: float = 0.0,
+        *,
         seed: int = 0,
     ):
         super().__init__()
+        for name, value, allowed in (
+            ("layers", layers, 1),
+            ("positions", positions, "learned"),
+            ("dropout", dropout, 0),
+        ):
+            if value != allowed:
+                raise ValueError(f"{name} is {value!r}: only {allowed!r} is there so far")
         if min(T, d, heads, mlp_width) < 1 or d % heads:
             raise ValueError(
                 f"heads is {heads} and d is {d}: all sizes must be at least 1, and heads must divide d"
@@ -131,6 +149,7 @@ class Transformer(nn.Module):
 
     def forward(self, bits: Tensor, return_attention: bool = False) -> Tensor:
         """The logit at ``bits`` ``[B, T]``, shape ``[B]``; or the attention of ``[CLS]``, shape ``[B, heads, T + 1]``."""
+        check_bits(bits, self.T)
         p = dict(self.named_parameters())
         X = torch.cat(
             [self.E[bits.long()] + self.P[:-1], (self.c + self.P[-1]).expand(len(bits), 1, -1)],

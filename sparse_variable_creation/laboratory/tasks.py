@@ -25,8 +25,18 @@ def seed_for(*key) -> int:
     -------
     int
         A number from 0 to ``2**63 - 1``, the same on every machine.
+
+    Raises
+    ------
+    ValueError
+        If a part of the key is neither a Python number nor a string.
     """
-    return int.from_bytes(hashlib.sha256(json.dumps(key).encode()).digest()[:8]) >> 1
+    wrong = [part for part in key if not isinstance(part, (int, float, str))]
+    if wrong:
+        raise ValueError(
+            f"key has the part {wrong[0]!r}: only Python numbers and strings are allowed"
+        )
+    return int.from_bytes(hashlib.sha256(json.dumps(key).encode()).digest()[:8], "big") >> 1
 
 # %% ../../nbs/laboratory/00_tasks.ipynb #00-tasks-09
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class Sample:
     bits: Tensor
     labels: Tensor
 
-# %% ../../nbs/laboratory/00_tasks.ipynb #00-tasks-10
+# %% ../../nbs/laboratory/00_tasks.ipynb #00-tasks-11
 def conjunction_sample(
     T: int, s: int, m: int, seed: int, target: SparseBoolean | None = None
 ) -> Sample:
@@ -74,12 +84,16 @@ def conjunction_sample(
     Raises
     ------
     ValueError
-        If not ``1 <= s <= T``, or ``m`` is below 1.
+        If not ``1 <= s <= T``, ``m`` is below 1, or ``target`` is not a conjunction of ``s`` of ``T`` bits.
     """
     if not 1 <= s <= T:
         raise ValueError(f"s is {s}: the sparsity must be from 1 to T = {T}")
     if m < 1:
         raise ValueError(f"m is {m}: at least one example is needed")
+    if target is not None and target != SparseBoolean.conjunction(target.indices[:s], T):
+        raise ValueError(
+            f"target is {target}: it must be a conjunction of s = {s} of T = {T} bits"
+        )
     generator = torch.Generator().manual_seed(seed)
     if target is None:
         target = SparseBoolean.conjunction(

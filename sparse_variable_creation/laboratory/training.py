@@ -32,7 +32,7 @@ class Stack:
     labels: Tensor
     sizes: Tensor
 
-# %% ../../nbs/laboratory/03_training.ipynb #03-training-07
+# %% ../../nbs/laboratory/03_training.ipynb #03-training-08
 def stack_samples(samples: list[Sample], device="cpu") -> Stack:
     """Stack one sample a network and move them to a device.
 
@@ -47,7 +47,17 @@ def stack_samples(samples: list[Sample], device="cpu") -> Stack:
     -------
     Stack
         The samples, padded with zeros.
+
+    Raises
+    ------
+    ValueError
+        If there are no samples, or their context lengths differ.
     """
+    lengths = sorted({sample.bits.shape[1] for sample in samples})
+    if len(lengths) != 1:
+        raise ValueError(
+            f"samples have the context lengths {lengths}: give at least one sample, all of one length"
+        )
     sizes = torch.tensor([len(s.bits) for s in samples])
     bits = torch.zeros(
         len(samples), int(sizes.max()), samples[0].bits.shape[1], dtype=torch.uint8
@@ -57,7 +67,7 @@ def stack_samples(samples: list[Sample], device="cpu") -> Stack:
         bits[r, : sizes[r]], labels[r, : sizes[r]] = sample.bits, sample.labels.float()
     return Stack(bits.to(device), labels.to(device), sizes.to(device))
 
-# %% ../../nbs/laboratory/03_training.ipynb #03-training-11
+# %% ../../nbs/laboratory/03_training.ipynb #03-training-12
 def train(
     ensemble: Ensemble,
     sample: Stack,
@@ -123,7 +133,7 @@ def train(
         losses.append(loss.detach())
     return torch.stack(losses).cpu()
 
-# %% ../../nbs/laboratory/03_training.ipynb #03-training-12
+# %% ../../nbs/laboratory/03_training.ipynb #03-training-14
 @torch.no_grad()
 def accuracy(ensemble: Ensemble, sample: Stack, batch: int = 500) -> Tensor:
     """Measure the share of each network's examples that it labels rightly.
@@ -141,7 +151,14 @@ def accuracy(ensemble: Ensemble, sample: Stack, batch: int = 500) -> Tensor:
     -------
     Tensor
         Accuracy of each network, from 0 to 1, shape ``[R]``, on the CPU.
+
+    Raises
+    ------
+    ValueError
+        If ``batch`` is below 1.
     """
+    if batch < 1:
+        raise ValueError(f"batch is {batch}: it must be at least 1")
     right = [
         (ensemble(bits) > 0) == labels.bool()
         for bits, labels in zip(sample.bits.split(batch, 1), sample.labels.split(batch, 1))
