@@ -25,7 +25,8 @@ KEEPS_OUTPUT = re.compile(r"(#\|.*\n)*#\| *(cuda|notest|eval: *false)")  # cells
 NEEDED_GIB = 3  # the installed packages take about 1.5 GiB with PyTorch for the CPU, and pip unpacks before it installs
 CAUSES = [  # what a failed step of the set-up printed, and what to do about it; the first one can meet any step
     (r"No space left on device|Errno 28|Disk quota exceeded",
-     "the disk is full: free some space (the set-up takes about {gib} GiB, with PyTorch for CUDA 8 GiB) and run this again"),
+     "the disk is full, in this folder or in the temporary one: free some space (the set-up takes about {gib} GiB, with "
+     "PyTorch for CUDA 8 GiB) and run this again"),
     (r"Temporary failure in name resolution|Name or service not known|getaddrinfo failed|nodename nor servname|"
      r"NewConnectionError|Connection refused|Network is unreachable|ConnectTimeout|Read timed out|ProxyError|"
      r"Max retries exceeded|No route to host|from versions: none",
@@ -48,7 +49,10 @@ def cause(output, setting_up=True):
     return ""
 
 
-def run(*args, show=True):
+NOISE = "Kernel is running over TCP without encryption"  # on this machine only, and once for each notebook
+
+
+def run(*args, show=True, hint="see above"):
     "Run a command, pass on what it prints (not during the set-up), and return it; end with one line where it fails."
     args = [str(a) for a in args]
     print("+", " ".join([Path(args[0]).name] + args[1:]), flush=True)
@@ -57,14 +61,14 @@ def run(*args, show=True):
                           errors="replace") as process:
         for line in process.stdout:
             lines.append(line)
-            if show:
+            if show and NOISE not in line:
                 print(line, end="", flush=True)
     output = "".join(lines)
     if process.returncode:
         advice = cause(output, setting_up=not show)
         if not show and not advice:
-            print(output[-3000:])
-        fail("`%s` failed: %s" % (" ".join([Path(args[0]).name] + args[1:3]), advice or "see above"))
+            print("\n".join(line for line in output[-6000:].split("\n")[1:] if "WARNING: Location" not in line))
+        fail("`%s` failed: %s" % (" ".join([Path(args[0]).name] + args[1:3]), advice or hint))
     return output
 
 
@@ -89,11 +93,13 @@ def setup():
         fail(cause("ensurepip"))
     free = shutil.disk_usage(str(ROOT)).free / 2**30
     if free < NEEDED_GIB and not stamp.exists():
-        fail("%.1f GiB are free, and %s" % (free, cause("Errno 28")))
+        fail("%.1f GiB are free in %s: the set-up takes about %d, with PyTorch for CUDA 8; free some space and run this again"
+             % (free, ROOT, NEEDED_GIB))
     if not sound:
         run(sys.executable, "-m", "venv", "--clear", VENV, show=False)
     print("Installing the locked packages: a few minutes the first time", flush=True)
-    run(tool("python"), "-m", "pip", "install", "-q", "-c", "constraints.txt", "-e", ".[dev]", show=False)
+    run(tool("python"), "-m", "pip", "install", "-q", "-c", "constraints.txt", "-e", ".[dev]", show=False,
+        hint="see above, and run this again: it goes on where it stopped")
     stamp.write_text(want)
 
 
@@ -104,8 +110,12 @@ def book(*options):
         options = ("--all",)
     unfinished.parent.mkdir(exist_ok=True)
     unfinished.touch()
-    run(tool("jupyter-book"), "build", ".", "-W", "--keep-going", "-n", *options)
+    run(tool("jupyter-book"), "build", ".", "-W", "--keep-going", "-n", *options,
+        hint="see above; if a cell failed, `.venv/bin/nbdev_test` says which in a few lines")
     unfinished.unlink()
+    in_step = [str(tool("python")), "-m", "pytest", "-q", "tests/test_notebooks.py", "-k", "modules_are_exported"]
+    if subprocess.call(in_step, cwd=str(ROOT), env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+        print("Warning: the modules differ from the notebooks; run python3 dev.py export and build again")
     print("Open", PAGE.as_uri())
 
 
@@ -156,6 +166,9 @@ def test():
 
 if __name__ == "__main__":
     COMMANDS = {"book": book, "test": test, "export": export, "setup": lambda: None}
+    if {"-h", "--help", "help"} & set(sys.argv[1:]):
+        print(__doc__.strip())
+        sys.exit()
     unknown = [name for name in sys.argv[1:] if name not in COMMANDS]
     if unknown:
         fail("unknown command %s; there are: %s" % (unknown[0], ", ".join(COMMANDS)))

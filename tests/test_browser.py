@@ -137,6 +137,7 @@ def test_slider_answers_without_a_kernel(visit):
     page.mouse.click(box["x"] + box["width"] - 2, box["y"] + box["height"] / 2)
     page.wait_for_function("[...document.querySelectorAll('.jupyter-widgets .book-figure img')].find(i => i.offsetWidth > 0).alt.includes('at scale 10')")
     assert slider.get_attribute("aria-label")
+    page.wait_for_function("document.querySelector('.widget-slider [role=slider]').getAttribute('aria-valuetext') == '10'")
 
 
 def test_search_works_from_files(visit):

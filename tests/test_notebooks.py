@@ -65,7 +65,9 @@ def test_packages_hold_no_code():
 
 def test_every_module_has_a_notebook():
     here = {str(p.relative_to(ROOT / PACKAGE)) for p in (ROOT / PACKAGE).rglob("*.py")}
-    assert {n for n in here if Path(n).name not in ("__init__.py", "_modidx.py")} == set(SOURCES)
+    made = {n for n in here if Path(n).name not in ("__init__.py", "_modidx.py")}
+    assert not made - set(SOURCES), f"no notebook exports {made - set(SOURCES)}: move the code into one, or delete the file"
+    assert not set(SOURCES) - made, f"not exported: {[SOURCES[n] for n in set(SOURCES) - made]}: run python3 dev.py export"
 
 
 @pytest.mark.parametrize("path", notebooks())

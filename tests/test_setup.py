@@ -38,7 +38,7 @@ def test_missing_venv_module(tmp_path):
 
 def test_full_disk(tmp_path):
     prelude = "import shutil, types\nshutil.disk_usage = lambda path: types.SimpleNamespace(free=10**8)"
-    assert "the disk is full: free some space" in only_line(dev_py(tmp_path, prelude))
+    assert "0.1 GiB are free" in only_line(dev_py(tmp_path, prelude))
 
 
 def test_no_network(tmp_path):

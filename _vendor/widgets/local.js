@@ -9,4 +9,9 @@ addEventListener("load", () => {
 new MutationObserver(() => {
   for (const handle of document.querySelectorAll(".widget-slider [role=slider]:not([aria-label]), .widget-slider .noUi-handle:not([aria-label])"))
     handle.setAttribute("aria-label", handle.closest(".widget-slider").querySelector(".widget-label")?.textContent.trim() || "slider");
-}).observe(document.documentElement, { childList: true, subtree: true });
+  // A slider over labels would read out the number of the label: let it read out the label.
+  for (const slider of document.querySelectorAll(".widget-slider")) {
+    const handle = slider.querySelector("[role=slider]"), label = slider.querySelector(".widget-readout")?.textContent.trim();
+    if (handle && label && handle.getAttribute("aria-valuetext") !== label) handle.setAttribute("aria-valuetext", label);
+  }
+}).observe(document.documentElement, { childList: true, subtree: true, attributes: true, attributeFilter: ["aria-valuetext"] });
