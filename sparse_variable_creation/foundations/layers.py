@@ -378,10 +378,10 @@ class DeepScalar(nn.Module):
         super().__init__()
         if min(d, k, L) < 1:
             raise ValueError(f"d, k, L are {d}, {k}, {L}: each must be at least 1")
-        (
-            project_rows(torch.zeros(1), radius),
-            get_normalization(normalization),
-        )  # refuse bad ones
+        get_normalization(
+            normalization
+        )  # refuses an unknown one, and the next line a bad radius
+        project_rows(torch.zeros(1), radius)
         self.sigma, self.radius, self.normalization = sigma, radius, normalization
         g = torch.Generator().manual_seed(seed)
         shapes = {name: (L, d, k) for name in ("W_Q", "W_K", "W_V")}
