@@ -45,11 +45,9 @@ NORMALIZATIONS = {
     n.name: n
     for n in (
         Normalization("softmax", lambda s: torch.softmax(s, -1), lambda T: 1.0, True),
+        Normalization("sparsemax", sparsemax, lambda T: T - T % 2 / T, True),
         Normalization(
-            "sparsemax", sparsemax, lambda T: 4 * (T // 2) * ((T + 1) // 2) / T, True
-        ),
-        Normalization(
-            "uniform", lambda s: torch.full_like(s, 1 / s.shape[-1]), lambda T: 0.0, True
+            "uniform", lambda s: torch.full_like(s, 1 / s.size(-1)), lambda T: 0, True
         ),
         Normalization("linear", lambda s: s / s.shape[-1], lambda T: 1.0, False),
     )
@@ -62,7 +60,7 @@ def get_normalization(which: str | Callable[[Tensor], Tensor]) -> Callable[[Tens
     Parameters
     ----------
     which
-        A key of ``NORMALIZATIONS`` (softmax, sparsemax, uniform, linear), or any map from scores ``[..., T]`` to weights ``[..., T]``.
+        A key of ``NORMALIZATIONS`` (softmax, sparsemax, uniform, linear), or a map from scores ``[..., T]`` to weights.
 
     Returns
     -------
@@ -77,9 +75,8 @@ def get_normalization(which: str | Callable[[Tensor], Tensor]) -> Callable[[Tens
     if callable(which):
         return which
     if which not in NORMALIZATIONS:
-        raise ValueError(
-            f"normalization is {which!r}: it must be a function, or one of {', '.join(NORMALIZATIONS)}"
-        )
+        known = ", ".join(NORMALIZATIONS)
+        raise ValueError(f"normalization is {which!r}: it must be a function or one of {known}")
     return NORMALIZATIONS[which]
 
 # %% ../../nbs/foundations/03_layers.ipynb #03-layers-23
@@ -120,14 +117,11 @@ def attention_head(
     """
     normalize = get_normalization(normalization)
     scores, values = score(X, z), X if phi_in is None else phi_in(X)
-    for name, M, size in (
-        ("score", scores, scores.shape[-1:]),
-        ("phi_in", values, values.shape[-2:-1]),
-    ):
-        if size != X.shape[-2:-1]:
-            raise ValueError(
-                f"{name} gives shape {list(M.shape)}: it must hold one entry for each of T = {X.shape[-2]} tokens"
-            )
+    if scores.shape[-1:] != X.shape[-2:-1] or values.shape[-2:-1] != X.shape[-2:-1]:
+        raise ValueError(
+            f"score and phi_in give shapes {list(scores.shape)} and {list(values.shape)}: "
+            f"each must hold one entry for each of T = {X.shape[-2]} tokens"
+        )
     mixture = torch.einsum("...t,...tk->...k", normalize(scores), values)
     return mixture if phi_out is None else phi_out(mixture)
 
@@ -141,8 +135,12 @@ def check_weights(
     ----------
     X
         Tokens, shape ``[..., T, d]``.
-    W_Q, W_K, W_V, W_C
-        The matrices, shapes ``[..., d, k']`` twice, ``[..., d, k]`` and ``[..., k, any]``; the last may be left out.
+    W_Q, W_K
+        Query and key matrices, shape ``[..., d, k']``.
+    W_V
+        Value matrix, shape ``[..., d, k]``.
+    W_C
+        Output matrix, shape ``[..., k, any]``, if there is one.
 
     Raises
     ------
@@ -153,7 +151,7 @@ def check_weights(
     for name, M in named.items():
         if M.ndim < 2:
             raise ValueError(
-                f"{name} has shape {list(M.shape)}: it must be a matrix or a stack of them"
+                f"{name} has shape {list(M.shape)}: it must be a matrix or a stack"
             )
         before = "W_V" if name == "W_C" else "X"
         if name != "X" and M.shape[-2] != named[before].shape[-1]:
@@ -162,7 +160,7 @@ def check_weights(
             )
     if W_K.shape[-1] != W_Q.shape[-1]:
         raise ValueError(
-            f"W_K has {W_K.shape[-1]} columns: it must have as many as W_Q, {W_Q.shape[-1]}"
+            f"W_K has {W_K.shape[-1]} columns: it must have {W_Q.shape[-1]}, as W_Q"
         )
 
 # %% ../../nbs/foundations/03_layers.ipynb #03-layers-31
@@ -179,8 +177,10 @@ def self_attention(
     ----------
     Z
         Tokens, shape ``[..., T, d]``, any floating-point dtype.
-    W_Q, W_K, W_V
-        The matrices, shapes ``[d, k']`` twice and ``[d, k]``, or stacks ``[..., d, k']`` that broadcast with ``Z``.
+    W_Q, W_K
+        Query and key matrices, shape ``[d, k']``, or stacks ``[..., d, k']`` that broadcast with ``Z``.
+    W_V
+        Value matrix, shape ``[d, k]``, or a stack.
     normalization
         A name (see :func:`get_normalization`) or a map from scores to weights.
 
@@ -248,8 +248,12 @@ def multi_head(
     ----------
     X, sigma, normalization
         As in :func:`transformer_layer`.
-    W_Q, W_K, W_V, W_C
-        The matrices of the heads, shapes ``[H, d, k']`` twice, ``[H, d, k]`` and ``[H, k, d]``.
+    W_Q, W_K
+        Query and key matrices of the heads, shape ``[H, d, k']``.
+    W_V
+        Value matrices, shape ``[H, d, k]``.
+    W_C
+        Output matrices, shape ``[H, k, d]``.
 
     Returns
     -------
@@ -335,14 +339,18 @@ class DeepScalar(nn.Module):
 
     Parameters
     ----------
-    d, k, L
-        Token dimension, number of columns of the query, key and value matrices, and depth: the number of blocks.
+    d
+        Token dimension.
+    k
+        Number of columns of the query, key and value matrices.
+    L
+        Depth, the number of blocks.
     sigma, radius, normalization
         As in :func:`transformer_block`.
     seed
         The seed of the initial weights: normal, with variance one over the number of rows.
     dtype, device
-        The PyTorch dtype and device of the weights.
+        Where and in which numbers the weights are held.
 
     Raises
     ------
@@ -370,10 +378,10 @@ class DeepScalar(nn.Module):
         super().__init__()
         if min(d, k, L) < 1:
             raise ValueError(f"d, k, L are {d}, {k}, {L}: each must be at least 1")
-        (
-            project_rows(torch.zeros(1), radius),
-            get_normalization(normalization),
-        )  # refuse bad ones
+        get_normalization(
+            normalization
+        )  # refuses an unknown one, and the next line a bad radius
+        project_rows(torch.zeros(1), radius)
         self.sigma, self.radius, self.normalization = sigma, radius, normalization
         g = torch.Generator().manual_seed(seed)
         shapes = {name: (L, d, k) for name in ("W_Q", "W_K", "W_V")}
@@ -387,7 +395,7 @@ class DeepScalar(nn.Module):
         """The tokens before and after each block, ``L + 1`` tensors of shape ``[..., T + 1, d]``, ``[CLS]`` last."""
         if X.ndim < 2 or X.shape[-1] != len(self.cls):
             raise ValueError(
-                f"X has shape {list(X.shape)}: it must hold tokens of dimension d = {len(self.cls)} as rows"
+                f"X has shape {list(X.shape)}: its rows must be {len(self.cls)} long"
             )
         states = [torch.cat([X, self.cls.expand(*X.shape[:-2], 1, -1)], -2)]
         for W in zip(self.W_Q, self.W_K, self.W_V, self.W_C):
