@@ -1,24 +1,24 @@
 """What the tests share: the project's files, its settings, and the built book."""
-import configparser
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 HTML = ROOT / "_build" / "html"
 sys.path[:0] = [str(ROOT), str(ROOT / "_ext")]
 
-_ini = configparser.ConfigParser()
-_ini.read(ROOT / "settings.ini")
-SETTINGS = _ini["DEFAULT"]
+import dev  # noqa: E402
+from nbdev_book import SETTINGS  # noqa: E402, F401
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
 
 
 def notebooks():
     "Every notebook of the project, as paths from its root."
-    found = [p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts]
-    return [str(p.relative_to(ROOT)) for p in sorted(found)] + ["index.ipynb"]
+    return [str(path.relative_to(ROOT)) for path in dev.notebooks()]
 
 
 def pages():

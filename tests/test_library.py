@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from conftest import DEVICES
 from sparse_variable_creation.compiler.heads import AndHead, and_promises
 from sparse_variable_creation.experiments.and_sample_complexity import train_block
 from sparse_variable_creation.foundations.attention import softmax_head
@@ -13,8 +14,6 @@ from sparse_variable_creation.laboratory.ensemble import Ensemble, attention_of
 from sparse_variable_creation.laboratory.models import Transformer
 from sparse_variable_creation.laboratory.tasks import conjunction_sample, seed_for
 from sparse_variable_creation.laboratory.training import accuracy, stack_samples, train
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
 
 
 @pytest.mark.parametrize("module", ["sparse_variable_creation", "sparse_variable_creation.compiler.heads",

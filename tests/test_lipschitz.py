@@ -3,12 +3,11 @@ import math
 
 import pytest
 import torch
+from conftest import DEVICES
 from sparse_variable_creation.capacity.lipschitz import (adversarial_search, block_error, confirm_bound, head_lipschitz, layer_lipschitz,
                                                          layer_lipschitz_exact, softmax_bound, softmax_ratio)
 from sparse_variable_creation.foundations.layers import project_rows, self_attention, transformer_block
 from sparse_variable_creation.foundations.norms import project_spectral
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
 
 
 @pytest.mark.parametrize("device", DEVICES)
