@@ -164,7 +164,9 @@ def _api_page(app, docname, source):
         if not path.exists():
             continue
         cells = [directives(c.source) for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
-        module = next(found["default_exp"] for found, _ in cells if "default_exp" in found)
+        module = next((found["default_exp"] for found, _ in cells if "default_exp" in found), None)
+        if module is None:  # a page that exports nothing
+            continue
         names = [name for found, code in cells if {"export", "exports"} & found.keys() for name, _ in public(code)]
         source[0] += (f"\n## {module}\n\n```{{eval-rst}}\n.. autosummary::\n\n"
                       + "".join(f"   ~{PACKAGE}.{module}.{name}\n" for name in names) + "```\n")
