@@ -29,7 +29,7 @@ TAGS = {"hide": ["remove-cell"], "hide_input": ["remove-input"], "hide_output": 
         "default_exp": ["remove-cell"], "export": ["hide-input"], "exports": [], "exporti": ["hide-input"],
         "builds": [], "checks": [], **{flag: [] for flag in SKIP}}
 NOT_RUN = "skip-execution"
-_statement = re.compile(r"^:::\{prf:(\w+)\}[ ]*(.*)\n:label: ([\w-]+)\n(.*?)(?=^:::[ ]*$)", re.M | re.S)
+_statement = re.compile(r"^:::\{prf:(\w+)\}[ ]*([^\n]*)\n:label: ([\w-]+)\n(.*?)(?=^:::[ ]*$)", re.M | re.S)
 _line = re.compile(r"^\s*#\s*\|\s*([A-Za-z_][\w-]*)\s*(:?)\s*(.*)$")
 
 

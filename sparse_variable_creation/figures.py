@@ -248,7 +248,7 @@ def slack(statement: str, observed: float, bound: float, at_least: bool = False)
     ratio, side = observed / bound, "at least" if at_least else "at most"
     if ratio < 1 - 1e-9 if at_least else ratio > 1 + 1e-9:
         raise AssertionError(f"{statement}: observed {observed!r}, but {side} {bound!r}")
-    print(f"observed {observed:.4g}, {side} {bound:.4g}: observed / bound = {ratio:.3g}")
+    print(f"{statement}: observed {observed:.4g}, {side} {bound:.4g}; ratio {ratio:.3g}")
     key = {"name": f"slack-{statement}", "mime_prefix": "application/papermill.record/"}
     text = {
         f"{key['mime_prefix']}text/plain": f"{ratio:.3g}"
