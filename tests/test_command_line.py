@@ -8,6 +8,7 @@ import torch
 from conftest import ROOT
 from safetensors.torch import save_file
 from sparse_variable_creation.capacity.bounds import head_capacity
+from sparse_variable_creation.capacity.depth import depth_capacity
 from sparse_variable_creation.capacity.generalization import generalization_gap
 from sparse_variable_creation.capacity.weights import capacity_of
 from sparse_variable_creation.compiler.heads import AndHead
@@ -15,6 +16,7 @@ from sparse_variable_creation.face.command_line import main
 from sparse_variable_creation.laboratory.models import Transformer
 
 NORMS = "--B-V 1 --B-V21 1 --B-QK21 1"
+DEEP = "--C-V 1 --C-V21 2 --C-QK 1 --C-QK21 2 --C-C 1 --C-C21 2 --B-w 1"
 
 
 @pytest.fixture
@@ -37,6 +39,9 @@ def files(tmp_path_factory):
     save_file({"W_Q": torch.ones(3, 1), "W_V": torch.ones(3, 1)}, folder / "lacking")
     save_file({"W_Q": torch.ones(3, 1), "W_K": torch.ones(2, 1), "W_V": torch.ones(3, 1)}, folder / "unfit")
     save_file({name: torch.full((3, 1), torch.nan) for name in ("W_Q", "W_K", "W_V")}, folder / "nan")
+    save_file({"W_Q": torch.tensor(1.0)} | {name: torch.ones(3, 1) for name in ("W_K", "W_V")}, folder / "scalar")
+    save_file({"W_Q": torch.ones(3, 1, dtype=torch.complex64)} | {name: torch.ones(3, 1) for name in ("W_K", "W_V")}, folder / "complex")
+    save_file({name: torch.full((3, 1), 1e200, dtype=torch.float64) for name in ("W_Q", "W_K", "W_V")}, folder / "huge")
     (folder / "text").write_text("these are not weights")
     (folder / "empty").write_bytes(b"")
     (folder / "cut").write_bytes((folder / "net").read_bytes()[:-100])
@@ -54,10 +59,29 @@ def test_numbers_are_those_of_the_library(svc, m, vacuous):
     assert got["terms"] == capacity.terms and got["split"] == capacity.split
 
 
-@pytest.mark.parametrize("m,word", [(100, "(vacuous"), (1e13, "(not vacuous)")])
+@pytest.mark.parametrize("m,word", [(100, "(vacuous:"), (1e13, "(not vacuous)")])
 def test_text_says_whether_it_is_vacuous(svc, m, word):
     code, out, _ = svc("bound", *NORMS.split(), "--T", 50, "--m", m)
     assert code == 0 and word in out and all(part in out for part in ("values", "scores", "share", "cut-off", "integral", "confidence"))
+
+
+def test_deep_network_from_norms(svc):
+    code, out, _ = svc("bound", *DEEP.split(), *"--layers 2 --heads 3 --residual --k 5 --d 7 --B-P 0.5 --P-21 2 --T 50 --m 100 --json".split())
+    norms = dict(C_V=1, C_V21=2, C_QK=1, C_QK21=2, C_C=1, C_C21=2, B_w=1)
+    want = depth_capacity(**norms, layers=2, heads=3, residual=True, k=5, d=7, B_P=0.5, P_21=2, T=50, m=100)
+    got = json.loads(out)
+    assert code == 0 and got["terms"] == want.terms and got["log_covering"] == want.log_covering(0.1)
+    assert any("Lipschitz" in note for note in got["notes"]) and any("fixed in advance" in note for note in got["notes"])
+
+
+def test_silent_coverings_are_vacuous(svc, tmp_path):
+    "Tiny weights: the gap is below 1 only because the outputs are small."
+    net = Transformer(T=6, d=8, heads=2, mlp_width=4)
+    save_file(net.state_dict(), tmp_path / "fresh", metadata={"heads": "2"})
+    code, out, _ = svc("bound", "--weights", tmp_path / "fresh", "--T", 6, "--m", 100, "--json")
+    got = json.loads(out)
+    assert code == 0 and got["vacuous"] and got["gap"] < 1 and got["uncapped"] >= got["output_bound"]
+    assert "covering numbers say nothing" in svc("bound", "--weights", tmp_path / "fresh", "--T", 6, "--m", 100)[1]
 
 
 def test_weights_from_a_file(svc, files):
@@ -75,14 +99,14 @@ def test_weights_from_a_file(svc, files):
     (f"{NORMS} --m 5", 2, "--T"),
     (f"{NORMS} --T 5", 2, "--m"),
     (f"{NORMS} --T five --m 5", 2, "--T"),
-    (f"{NORMS} --T 0 --m 5", 2, "T is 0"),
-    (f"{NORMS} --T 5 --m -5", 2, "m is -5"),
-    (f"{NORMS} --T 5 --m nan", 2, "m is nan"),
-    *[(f"{NORMS} --T 5 --m 5 --delta {delta}", 2, f"delta is {float(delta)}") for delta in ("0", "1", "-0.5", "nan")],
-    ("--B-V -1 --B-V21 1 --B-QK21 1 --T 5 --m 5", 2, "B_V is -1"),
-    ("--B-V inf --B-V21 1 --B-QK21 1 --T 5 --m 5", 2, "B_V is inf"),
-    (f"{NORMS} --T 5 --m 5 --eps 0", 2, "eps is 0"),
-    (f"{NORMS} --T 5 --m 5 --loss-bound 0", 2, "loss_bound is 0"),
+    (f"{NORMS} --T 0 --m 5", 2, "--T is 0"),
+    (f"{NORMS} --T 5 --m -5", 2, "--m is -5"),
+    (f"{NORMS} --T 5 --m nan", 2, "--m is nan"),
+    *[(f"{NORMS} --T 5 --m 5 --delta {delta}", 2, f"--delta is {float(delta)}") for delta in ("0", "1", "-0.5", "nan")],
+    ("--B-V -1 --B-V21 1 --B-QK21 1 --T 5 --m 5", 2, "--B-V is -1"),
+    ("--B-V inf --B-V21 1 --B-QK21 1 --T 5 --m 5", 2, "--B-V is inf"),
+    (f"{NORMS} --T 5 --m 5 --eps 0", 2, "--eps is 0"),
+    (f"{NORMS} --T 5 --m 5 --loss-bound 0", 2, "--loss-bound is 0"),
     (f"{NORMS} --T 5 --m 5 --depth 3", 2, "--depth"),
     ("--B-V 1 --B-V21 1 --T 5 --m 5", 2, "--B-QK21"),
     (f"{NORMS} --B-QKF 1 --T 5 --m 5", 2, "--B-QKF"),
@@ -96,10 +120,33 @@ def test_weights_from_a_file(svc, files):
     ("--weights FILES/lacking --T 5 --m 5", 2, "W_K"),
     ("--weights FILES/unfit --T 5 --m 5", 2, "W_K has shape [2, 1]"),
     ("--weights FILES/nan --T 5 --m 5", 2, "not finite"),
-    ("--weights FILES/headless --T 12 --m 5", 2, "heads is missing"),
-    ("--weights FILES/net --heads 3 --T 12 --m 5", 2, "heads is 3"),
-    ("--weights FILES/net --T 13 --m 5", 2, "T is 13"),
-    ("--weights FILES/net --layer-norm batch --T 12 --m 5", 2, "layer_norm is 'batch'"),
+    ("--weights FILES/headless --T 12 --m 5", 2, "--heads is missing"),
+    ("--weights FILES/net --heads 3 --T 12 --m 5", 2, "--heads is 3"),
+    ("--weights FILES/net --T 13 --m 5", 2, "--T is 13"),
+    *[(f"--weights FILES/{name} --T {T} --m 5", 2, f"--T is {T}") for name in ("net", "head") for T in (0, -1)],
+    ("--weights FILES/net --T 12.5 --m 5", 2, "--T"),
+    ("--weights FILES/net --B-X -3 --T 12 --m 5", 2, "--B-X is -3"),
+    ("--weights FILES/net --L-sigma 2 --T 12 --m 5", 2, "--L-sigma is 2"),
+    ("--weights FILES/net --d 16 --T 12 --m 5", 2, "--d is 16"),
+    ("--weights FILES/net --residual --T 12 --m 5", 2, "--residual is True"),
+    ("--weights FILES/head --heads 2 --T 12 --m 5", 2, "--heads is 2"),
+    ("--weights FILES/head --layer-norm exact --T 12 --m 5", 2, "--layer-norm is exact"),
+    ("--weights FILES/head --B-X -3 --T 12 --m 5", 2, "--B-X is -3"),
+    ("--weights FILES/scalar --T 12 --m 5", 2, "W_Q has shape []"),
+    ("--weights FILES/complex --T 12 --m 5", 2, "W_Q is complex"),
+    ("--weights FILES/huge --T 12 --m 5", 2, "is empty or has entries above"),
+    (f"{NORMS} --heads 2 --T 5 --m 5", 2, "--heads is 2"),
+    (f"{NORMS} --layer-norm rubbish --T 5 --m 5", 2, "--layer-norm is rubbish"),
+    (f"{NORMS} --layers 2 --T 5 --m 5", 2, "--layers is 2"),
+    (f"{NORMS} --P-21 1 --T 5 --m 5", 2, "--B-P is missing"),
+    (f"{NORMS} --C-V 1 --T 5 --m 5", 2, "does not apply"),
+    ("--C-V 1 --T 5 --m 5", 2, "--C-V21 is missing"),
+    (f"{DEEP} --layers 0 --T 5 --m 5", 2, "--layers is 0"),
+    (f"{DEEP} --layers 1.5 --T 5 --m 5", 2, "--layers"),
+    *[(f"{NORMS.replace('--B-V 1', '--B-V ' + big)} --T 5 --m 5", 2, "--B-V is") for big in ("1e100", "1e200")],
+    (f"{NORMS} --T 5 --m 5 --loss-bound 1e300", 2, "--loss-bound is"),
+    (f"{NORMS} --T 5 --m 5 --eps 1e-200", 2, "--eps is"),
+    ("--weights FILES/net --layer-norm batch --T 12 --m 5", 2, "--layer-norm is 'batch'"),
 ])
 def test_bad_input_is_one_line(svc, files, arguments, code, text):
     got, out, err = svc("bound", *arguments.replace("FILES", str(files)).split(), "--json")

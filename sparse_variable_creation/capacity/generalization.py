@@ -157,10 +157,10 @@ def generalization_gap(
         (
             "loss_lipschitz",
             loss_lipschitz,
-            lambda v: (v >= 0) & np.isfinite(v),
-            "finite and at least 0",
+            lambda v: (v >= 0) & (v <= 1e50),
+            "at least 0 and at most 1e50",
         ),
-        ("loss_bound", loss_bound, lambda v: (v > 0) & np.isfinite(v), "finite and above 0"),
+        ("loss_bound", loss_bound, lambda v: (v > 0) & (v <= 1e50), "above 0 and at most 1e50"),
         ("output_bound", A, lambda v: (v >= 0) & np.isfinite(v), "finite and at least 0"),
     ):
         try:
