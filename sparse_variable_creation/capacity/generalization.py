@@ -87,7 +87,7 @@ class Gap:
 
     @property
     def silent(self) -> np.ndarray:
-        """Whether the covering numbers say nothing: then only the bound on the outputs speaks."""
+        """Whether the covering numbers say nothing, so that only the bound on the outputs speaks."""
         return (np.asarray(self.output_bound) > 0) & (self.uncapped >= self.output_bound)
 
     @property
