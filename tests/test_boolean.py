@@ -226,3 +226,11 @@ def test_halfspaces_do_not_mind_complements(f):
     flipped = f.values.flip(0)  # every bit complemented
     answers = {is_halfspace(t) is not None for t in (f.values, ~f.values, flipped)}
     assert len(answers) == 1
+
+
+def test_every_unate_function_of_four_bits():
+    tables = (torch.arange(2**16)[:, None] >> torch.arange(16) & 1).bool()
+    unate = tables[~directions(tables).all(-1).any(-1)]
+    assert len(unate) == 2170
+    found = torch.tensor([is_halfspace(table) is not None for table in unate])
+    assert torch.equal(found, ~has_equal_sums(unate)) and found.sum() == 1882
