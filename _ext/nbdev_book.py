@@ -5,6 +5,7 @@ public address from settings.ini, links the API reference to its source, and men
 """
 import ast
 import configparser
+import functools
 import hashlib
 import importlib
 import inspect
@@ -26,8 +27,9 @@ SKIP = set(SETTINGS["tst_flags"].split())  # cells with these flags are shown, n
 INPUTS = [f"{PACKAGE}/**/*.py", "results/**/*", "constraints.txt"]  # what the pages are computed from
 TAGS = {"hide": ["remove-cell"], "hide_input": ["remove-input"], "hide_output": ["remove-output"],
         "default_exp": ["remove-cell"], "export": ["hide-input"], "exports": [], "exporti": ["hide-input"],
-        **{flag: [] for flag in SKIP}}
+        "builds": [], "checks": [], **{flag: [] for flag in SKIP}}
 NOT_RUN = "skip-execution"
+_statement = re.compile(r"^:::\{prf:(\w+)\}[ ]*([^\n]*)\n:label: ([\w-]+)\n(.*?)(?=^:::[ ]*$)", re.M | re.S)
 _line = re.compile(r"^\s*#\s*\|\s*([A-Za-z_][\w-]*)\s*(:?)\s*(.*)$")
 
 
@@ -71,6 +73,63 @@ def without_docstrings(code):
     return "\n".join(lines)
 
 
+def chapters():
+    "The notebooks of the book, in its order, as (page, cells) pairs."
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
+    for page in [toc["root"], *(chapter["file"] for part in toc["parts"] for chapter in part["chapters"])]:
+        if (ROOT / f"{page}.ipynb").exists():
+            yield page, nbformat.read(ROOT / f"{page}.ipynb", as_version=4).cells
+
+
+@functools.cache
+def statements():
+    """The labelled statements of the book, label -> what is known of each.
+
+    Its code are the exported definitions whose docstring names it, and the page's cells with ``#| builds: label``; its
+    checks are the cells with ``#| checks: label``; ``slack`` says that a cell measures it against its bound.
+    """
+    found, uses = {}, []
+    for page, cells in chapters():
+        module = None
+        for cell in cells:
+            if cell.cell_type == "markdown":
+                for kind, title, label, body in _statement.findall(cell.source):
+                    status = re.search(r"^\*Status: (.*?)\*\s*$", body, re.M | re.S)
+                    found[label] = dict(kind=kind, title=title, page=page, status=status[1] if status else "", code=[], checks=[], slack=None)
+                continue
+            has, code = directives(cell.source)
+            module = f"{PACKAGE}.{has['default_exp']}" if "default_exp" in has else module
+            if {"export", "exports"} & has.keys():
+                uses += [(label, "code", f"{{py:obj}}`~{module}.{name}`") for name, _ in public(code)
+                         for label in dict.fromkeys(re.findall(r":prf:ref:`([\w-]+)`", code))]
+            for name, where in (("builds", "code"), ("checks", "checks")):
+                uses += [(label, where, f"{{ref}}`{'a cell' if name == 'builds' else _summary(has)} <cell-{cell.id}>`")
+                         for label in str(has.get(name, "")).split()]
+            uses += [(label, "slack", page) for label in re.findall(r"^\s*slack\(\s*\"([\w-]+)\"", code, re.M)]
+    for label, where, what in uses:
+        if label not in found:
+            raise ValueError(f"a cell or docstring names the statement {label!r}, which is not in the book")
+        if where == "slack":
+            found[label]["slack"] = what
+        else:
+            found[label][where].append(what)
+    return found
+
+
+def _summary(found):
+    "What a test cell says that it shows."
+    return re.sub("^Show the ", "", str(found.get("code-summary", "this cell"))).split(":")[0]
+
+
+def _linked(text):
+    "A Markdown cell whose statements name the code that builds them and the cells that check them."
+    def add(m):
+        one = statements()[m[3]]
+        links = [f"*{name}:* " + ", ".join(one[key]) for name, key in (("Code", "code"), ("Check", "checks")) if one[key]]
+        return m[0] + ("\n" + " · ".join(links) + "\n" if links else "")
+    return _statement.sub(add, text)
+
+
 def digest():
     "A short hash of the files that the pages are computed from."
     h = hashlib.sha256()
@@ -109,9 +168,15 @@ def read_nb(text):
     module, cells = None, []
     for cell in nb.cells:
         if cell.cell_type != "code":
+            cell.source = _linked(cell.source)
             cells.append(cell)
             continue
         found, code = directives(cell.source)
+        if {"builds", "checks"} & found.keys():
+            named = {what: ", ".join(f"{{prf:ref}}`{label}`" for label in str(found[what]).split())
+                     for what in ("builds", "checks") if what in found}
+            text = "; ".join(f"{what} {labels}" for what, labels in named.items())
+            cells.append(nbformat.v4.new_markdown_cell(f"(cell-{cell.id})=\n:::{{div}} statement-link\n{text}\n:::"))
         tags = _tags(cell, found)
         if SKIP & found.keys() or "nbdev_export(" in code:
             tags.add(NOT_RUN)
@@ -158,12 +223,8 @@ def _api_page(app, docname, source):
     "Fill the page of the API reference: every public name, module by module, in the order of the book."
     if docname != "nbs/api":
         return
-    toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
-    for page in (chapter["file"] for part in toc["parts"] for chapter in part["chapters"]):
-        path = ROOT / f"{page}.ipynb"
-        if not path.exists():
-            continue
-        cells = [directives(c.source) for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    for _, listed in chapters():
+        cells = [directives(c.source) for c in listed if c.cell_type == "code"]
         module = next((found["default_exp"] for found, _ in cells if "default_exp" in found), None)
         if module is None:  # a page that exports nothing
             continue
@@ -172,12 +233,27 @@ def _api_page(app, docname, source):
                       + "".join(f"   ~{PACKAGE}.{module}.{name}\n" for name in names) + "```\n")
 
 
+def _theorem_map(app, docname, source):
+    "Fill the page of the theorem map: every statement, with its status, code, checks and measured slack."
+    if docname != "nbs/theorem_map":
+        return
+    page = None
+    for label, one in statements().items():
+        if one["page"] != page:
+            page = one["page"]
+            source[0] += f"\n## {{doc}}`/{page}`\n\n"
+        title = f" {one['title']}" if one["title"] else ""
+        source[0] += (f":::{{div}} statement\n{{prf:ref}}`{label}`{title}\n:::\n\n"
+                      + f"*Status:* {one['status']}\\\n*Code:* {', '.join(one['code'])}\\\n*Check:* {', '.join(one['checks'])}"
+                      + (f"\\\n*Observed / bound:* {{glue:text}}`/{one['slack']}.ipynb::slack-{label}`" if one["slack"] else "") + "\n\n")
+
+
 def _outdated(app, env, added, changed, removed):
     "Read every page that runs code again when the library or the results have changed."
     old, env.nbdev_digest = getattr(env, "nbdev_digest", None), digest()
     if old == env.nbdev_digest:
         return []
-    return [d for d in env.found_docs if env.doc2path(d).endswith(".ipynb") or d == "nbs/api"]
+    return [d for d in env.found_docs if env.doc2path(d).endswith(".ipynb") or d in ("nbs/api", "nbs/theorem_map")]
 
 
 def _ids(app, doctree, docname):
@@ -217,6 +293,7 @@ def _plain_sources(app, exception):
 def setup(app):
     app.connect("config-inited", _configure)
     app.connect("source-read", _api_page)
+    app.connect("source-read", _theorem_map)
     app.connect("env-get-outdated", _outdated)
     app.connect("doctree-resolved", _ids)
     app.connect("html-page-context", _page, priority=900)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, SETTINGS, notebooks, pages
-from nbdev_book import SKIP, directives, public
+from nbdev_book import SKIP, directives, public, statements
 
 PACKAGE = SETTINGS["lib_path"]
 FLOORS = [{"figures"}, {"foundations"}, {"capacity"}, {"compiler"}, {"laboratory"}, {"experiments"}, {"face"}]
@@ -144,3 +144,13 @@ def test_one_address():
         assert any(code.strip() == install for _, code in cells(path, "code")), f"{path}: no cell that installs on Colab"
     for name in ("README.md", "pyproject.toml", "CITATION.cff"):
         assert address in (ROOT / name).read_text(), f"{name} does not name {address}: run python3 dev.py export"
+
+
+def test_every_statement_has_code_and_a_check():
+    "The theorem map has no gap: each statement is built by an exported definition or a cell, and some cell tests it."
+    found = statements()
+    labels = {label for path in notebooks() for _, text in cells(path, "markdown") for label in re.findall(r"^:label: (\S+)", text, re.M)}
+    assert labels == set(found), f"not read by the map: {labels ^ set(found)}"
+    for label, one in found.items():
+        assert one["code"], f"{one['page']}: name {label} in the docstring of what implements it, or mark a cell '#| builds: {label}'"
+        assert one["checks"], f"{one['page']}: mark the cell that tests {label} with '#| checks: {label}'"
