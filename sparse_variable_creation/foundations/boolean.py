@@ -315,7 +315,7 @@ class SparseBoolean:
 
     @property
     def values(self) -> Tensor:
-        """The truth table as a Boolean tensor of shape ``[2**s]``: a copy, on the CPU."""
+        """A copy of the truth table as a Boolean tensor of shape ``[2**s]`` on the CPU."""
         return self._lookup.clone()
 
     @classmethod

@@ -384,7 +384,7 @@ def is_halfspace(f: SparseBoolean | Tensor) -> tuple[int, ...] | None:
             return None  # proved by the combination
     raise RuntimeError("f: neither weights nor a proof that there are none could be made exact")
 
-# %% ../../nbs/foundations/05_spectra.ipynb #05-spectra-54
+# %% ../../nbs/foundations/05_spectra.ipynb #05-spectra-53
 def has_equal_sums(f: SparseBoolean | Tensor) -> Tensor:
     """Find out whether two true and two false contexts have equal sums, which proves that a function is no halfspace (:prf:ref:`lem-summable`).
 
