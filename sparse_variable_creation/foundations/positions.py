@@ -363,7 +363,7 @@ def get_positions(
     s
         Number of positions that keys shall select, from 1 to ``T``.
     d
-        Dimension. Default: ``T`` for one-hot, ``2 s + 1`` for trig-polynomial, else :func:`dimension_needed`.
+        Dimension. Default: ``T`` for one-hot, ``2 s + 1`` for trig-polynomial, else :func:`dimension_needed`, made even.
     seed
         Seed of the random kinds.
 
