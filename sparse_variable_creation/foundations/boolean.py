@@ -165,7 +165,7 @@ def parse_formula(text: str, T: int) -> list[str]:
 
 # %% ../../nbs/foundations/00_boolean.ipynb #00-boolean-20
 def formula_table(text: str, T: int) -> tuple[list[int], list[int]]:
-    """Tabulate a formula (the language of :func:`parse_formula`).
+    """Tabulate a formula (the language of :func:`~sparse_variable_creation.foundations.boolean.parse_formula`).
 
     Parameters
     ----------
@@ -327,7 +327,7 @@ class SparseBoolean:
 
     @classmethod
     def from_formula(cls, text: str, T: int) -> "SparseBoolean":
-        """Make a function from a formula such as ``x3 & (x7 ^ ~x12)``: see :func:`parse_formula`.
+        """Make a function from a formula such as ``x3 & (x7 ^ ~x12)``: see :func:`~sparse_variable_creation.foundations.boolean.parse_formula`.
 
         Its positions are those that the formula names, in increasing order.
         """
