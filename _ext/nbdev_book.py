@@ -90,21 +90,21 @@ def statements():
     """
     found, uses = {}, []
     for page, cells in chapters():
-        module = None
+        module, chapter = None, next(c.source.split("\n")[0].lstrip("# ") for c in cells if c.source.startswith("# "))
         for cell in cells:
             if cell.cell_type == "markdown":
-                for kind, title, label, body in _statement.findall(cell.source):
+                for _, title, label, body in _statement.findall(cell.source):
                     status = re.search(r"^\*Status: (.*?)\*\s*$", body, re.M | re.S)
-                    found[label] = dict(kind=kind, title=title, page=page, status=status[1] if status else "", code=[], checks=[], slack=None)
+                    found[label] = dict(title=title, page=page, chapter=chapter, status=status[1] if status else "", code=[], checks=[], slack=None)
                 continue
             has, code = directives(cell.source)
             module = f"{PACKAGE}.{has['default_exp']}" if "default_exp" in has else module
             if {"export", "exports"} & has.keys():
                 uses += [(label, "code", f"{{py:obj}}`~{module}.{name}`") for name, _ in public(code)
                          for label in dict.fromkeys(re.findall(r":prf:ref:`([\w-]+)`", code))]
-            for name, where in (("builds", "code"), ("checks", "checks")):
-                uses += [(label, where, f"{{ref}}`{'a cell' if name == 'builds' else _summary(has)} <cell-{cell.id}>`")
-                         for label in str(has.get(name, "")).split()]
+            uses += [(label, "code", f"{{ref}}`a cell <cell-{cell.id}>`") for label in str(has.get("builds", "")).split()]
+            uses += [(label, "checks", (f"cell-{cell.id}", re.sub("^Show the ", "", str(has.get("code-summary", "test")))))
+                     for label in str(has.get("checks", "")).split()]
             uses += [(label, "slack", page) for label in re.findall(r"^\s*slack\(\s*\"([\w-]+)\"", code, re.M)]
     for label, where, what in uses:
         if label not in found:
@@ -116,16 +116,12 @@ def statements():
     return found
 
 
-def _summary(found):
-    "What a test cell says that it shows."
-    return re.sub("^Show the ", "", str(found.get("code-summary", "this cell"))).split(":")[0]
-
-
 def _linked(text):
     "A Markdown cell whose statements name the code that builds them and the cells that check them."
     def add(m):
         one = statements()[m[3]]
-        links = [f"*{name}:* " + ", ".join(one[key]) for name, key in (("Code", "code"), ("Check", "checks")) if one[key]]
+        tests = [f"{{ref}}`test {n} <{target}>`" for n, (target, _) in enumerate(one["checks"], 1)]
+        links = [f"*{name}:* " + ", ".join(listed) for name, listed in (("Code", one["code"]), ("Checked by", tests)) if listed]
         return m[0] + ("\n" + " · ".join(links) + "\n" if links else "")
     return _statement.sub(add, text)
 
@@ -241,11 +237,12 @@ def _theorem_map(app, docname, source):
     for label, one in statements().items():
         if one["page"] != page:
             page = one["page"]
-            source[0] += f"\n## {{doc}}`/{page}`\n\n"
-        title = f" {one['title']}" if one["title"] else ""
-        source[0] += (f":::{{div}} statement\n{{prf:ref}}`{label}`{title}\n:::\n\n"
-                      + f"*Status:* {one['status']}\\\n*Code:* {', '.join(one['code'])}\\\n*Check:* {', '.join(one['checks'])}"
-                      + (f"\\\n*Observed / bound:* {{glue:text}}`/{one['slack']}.ipynb::slack-{label}`" if one["slack"] else "") + "\n\n")
+            source[0] += f"\n## {{doc}}`{one['chapter']} </{page}>`\n"
+        tests = "; ".join(f"{{ref}}`{summary} <{target}>`" for target, summary in one["checks"])
+        lines = [f"*Status:* {one['status']}", f"*Code:* {', '.join(one['code'])}", f"*Checked by:* {tests}"]
+        if one["slack"]:
+            lines.append(f"*Observed / bound:* {{glue:text}}`/{one['slack']}.ipynb::slack-{label}:.3g`")
+        source[0] += f"\n:::{{div}} statement\n{{prf:ref}}`{label}` {one['title']}\n:::\n\n" + "\\\n".join(lines) + "\n"
 
 
 def _outdated(app, env, added, changed, removed):

@@ -3,12 +3,13 @@ import json
 import re
 import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import nbformat
 import pytest
 from conftest import ROOT, SETTINGS, notebooks, pages
-from nbdev_book import directives
+from nbdev_book import directives, statements
 from sphinx.util.inventory import InventoryFile
 
 LOADS = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("object", "data")}
@@ -168,3 +169,18 @@ def test_every_reference_is_cited_and_listed(parsed):
     assert keys == cited
     listed = parsed[next(p for p in parsed if p.name == "bibliography.html")]
     assert sum("citation" in (d.get("class") or "").split() for _, d in listed.tags) == len(keys)
+
+
+def test_theorem_map_is_whole(parsed):
+    "Every statement is linked, with its code and checks; every measured ratio is a number; statements link to both."
+    page = parsed[Path("nbs/theorem_map.html")]
+    text = re.sub(r"\s+", " ", " ".join(page.text))
+    for label, one in statements().items():
+        assert any(link.endswith(f"{one['page'].rsplit('/', 1)[1]}.html#{label}") for link in page.links), label
+        for target, _ in one["checks"]:
+            assert any(link.endswith(f"#{target}") for link in page.links), target
+            chapter = parsed[Path(f"{one['page']}.html")]
+            assert f"#{target}" in chapter.links and target in chapter.ids, f"{label} does not link its check {target}"
+    ratios = re.findall(r"Observed / bound: ([\d.e+-]+)", text)
+    assert len(ratios) == sum(1 for one in statements().values() if one["slack"]), ratios
+    assert all(float(r) > 0 for r in ratios)

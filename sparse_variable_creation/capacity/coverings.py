@@ -11,6 +11,7 @@ __all__ = ['sup_distance', 'distance_to_cover', 'volumetric_log_covering', 'sign
 import math
 import torch
 from torch import Tensor
+from ..foundations.norms import broadcast_numbers, check_finite
 
 _Number = Tensor | float
 
@@ -61,23 +62,6 @@ def distance_to_cover(points: Tensor, centres: Tensor) -> Tensor:
         nearest = torch.minimum(nearest, sup_distance(points, centre))
     return nearest
 
-# %% ../../nbs/capacity/00_coverings.ipynb #00-coverings-13
-def _numbers(**values) -> list[Tensor]:
-    """The arguments as float64 tensors of one shape; counts must be at least 1, ``eps`` positive, norms not negative."""
-    device = next((v.device for v in values.values() if isinstance(v, Tensor)), None)
-    numbers = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values.values()]
-    for name, v in zip(values, numbers):
-        low = 1 if name in ("n", "N", "r", "d") else 0
-        wrong = ~v.isfinite() | (v < low) | ((name == "eps") & (v == 0))
-        if wrong.any():
-            what = "positive" if name == "eps" else f"at least {low}"
-            raise ValueError(f"{name} is {v[wrong][0]:g}: it must be finite and {what}")
-    try:
-        return list(torch.broadcast_tensors(*numbers))
-    except RuntimeError:
-        shapes = ", ".join(f"{n} {list(v.shape)}" for n, v in zip(values, numbers))
-        raise ValueError(f"the arguments have shapes that do not broadcast: {shapes}") from None
-
 # %% ../../nbs/capacity/00_coverings.ipynb #00-coverings-16
 def volumetric_log_covering(d: _Number, B: _Number, eps: _Number) -> Tensor:
     """Bound the log covering number of a ball in ``d`` dimensions by volume (:prf:ref:`prop-volumetric`).
@@ -94,7 +78,7 @@ def volumetric_log_covering(d: _Number, B: _Number, eps: _Number) -> Tensor:
     Tensor
         :math:`d\\ln(1+2B/\\varepsilon)` in nats, of the shape to which the arguments broadcast, float64.
     """
-    d, B, eps = _numbers(d=d, B=B, eps=eps)
+    d, B, eps = broadcast_numbers(d=d, B=B, eps=eps)
     return d * torch.log1p(2 * B / eps)
 
 # %% ../../nbs/capacity/00_coverings.ipynb #00-coverings-21
@@ -151,17 +135,18 @@ def pursuit(w: Tensor, X: Tensor, eps: Tensor | float, b: float | None = None) -
     Raises
     ------
     ValueError
-        If the dimensions do not agree, ``eps`` is not positive, or a data point is longer than ``b``.
+        If the dimensions do not agree, an entry is not finite or there is none, ``eps`` is not positive, or a data point is longer than ``b``.
     """
     if X.ndim != 2 or w.shape[-1] != X.shape[1]:
         raise ValueError(
             f"X has shape {list(X.shape)}: it must be [n, d] with d = {w.shape[-1]}, that of w"
         )
+    check_finite(w=w, X=X)
     longest = X.norm(dim=1).max().item()
     b = longest if b is None else b
     if not longest <= b * (1 + 1e-9):
         raise ValueError(f"b is {b}: it must be at least the largest length in X, {longest}")
-    _numbers(eps=eps)
+    broadcast_numbers(eps=eps)
     eps = torch.as_tensor(eps, dtype=w.dtype, device=w.device).expand(w.shape[:-1])
     target, gram = w @ X.T, X @ X.T
     z = torch.zeros_like(target)
@@ -197,7 +182,7 @@ def pursuit_log_covering(a: _Number, b: _Number, eps: _Number, n: _Number) -> Te
     ValueError
         If an argument is not allowed.
     """
-    a, b, eps, n = _numbers(a=a, b=b, eps=eps, n=n)
+    a, b, eps, n = broadcast_numbers(a=a, b=b, eps=eps, n=n)
     return (a * b / eps).square().floor() * torch.log(2 * n + 1)
 
 # %% ../../nbs/capacity/00_coverings.ipynb #00-coverings-35
@@ -219,7 +204,7 @@ def zhang_log_covering(a: _Number, b: _Number, eps: _Number, n: _Number) -> Tens
     ValueError
         If an argument is not allowed.
     """
-    a, b, eps, n = _numbers(a=a, b=b, eps=eps, n=n)
+    a, b, eps, n = broadcast_numbers(a=a, b=b, eps=eps, n=n)
     x = a * b / eps
     return 36 * x.square() * torch.log(2 * torch.ceil(4 * x + 2) * n + 1)
 
@@ -245,7 +230,7 @@ def matrix_covering_terms(
     dict
         ``rows``, for the covers of the rows, and ``allocations``, for the choices of their radii: nats, float64.
     """
-    B_X, B_W, r, N, eps = _numbers(B_X=B_X, B_W=B_W, r=r, N=N, eps=eps)
+    B_X, B_W, r, N, eps = broadcast_numbers(B_X=B_X, B_W=B_W, r=r, N=N, eps=eps)
     x = B_X * B_W / eps
     M = (4 if sharp else 8) * x.square()  # the largest sum of an allocation
     inside = 2 * N + 1 if sharp else 2 * torch.ceil(16 * x + 2) * N + 1
@@ -303,13 +288,14 @@ def round_matrix(
     Raises
     ------
     ValueError
-        If a bound does not hold or is not positive, or ``share`` is not allowed.
+        If an entry is not finite, a bound does not hold or is not positive, or ``share`` is not allowed.
     """
     for name, v in (("B_X", B_X), ("B_W", B_W), ("eps", eps), ("share", share)):
         if not 0 < v < math.inf or (name == "share" and v > 0.5):
             raise ValueError(
                 f"{name} is {v}: it must be positive and {'at most 0.5' if name == 'share' else 'finite'}"
             )
+    check_finite(W=W, X=X)
     if (size := W.norm(dim=-1).sum(-1).max().item()) > B_W * (1 + 1e-6):
         raise ValueError(
             f"W has row lengths that sum to {size}: at most B_W = {B_W} is allowed"
@@ -341,7 +327,9 @@ def greedy_packing(points: Tensor, eps: float) -> Tensor:
     Tensor
         The indices of those chosen, int64, each the first one that can be added.
     """
-    _numbers(eps=eps)
+    broadcast_numbers(eps=eps)
+    if len(points):
+        check_finite(points=points)
     free, chosen = torch.ones(len(points), dtype=torch.bool, device=points.device), []
     while free.any():
         chosen.append(int(free.int().argmax()))
@@ -366,7 +354,9 @@ def greedy_cover(points: Tensor, eps: float) -> Tensor:
     Tensor
         The indices of the centres, int64.
     """
-    _numbers(eps=eps)
+    broadcast_numbers(eps=eps)
+    if len(points):
+        check_finite(points=points)
     near = torch.empty(len(points), len(points), dtype=torch.bool, device=points.device)
     for i, p in enumerate(points):
         near[i] = sup_distance(points, p) <= eps
@@ -394,7 +384,7 @@ def sign_log_packing(
     Tensor
         The lower bound in nats, broadcast, float64; 0 where the construction has no point.
     """
-    B_X, B_W, r, N, eps = _numbers(B_X=B_X, B_W=B_W, r=r, N=N, eps=eps)
+    B_X, B_W, r, N, eps = broadcast_numbers(B_X=B_X, B_W=B_W, r=r, N=N, eps=eps)
     k = torch.minimum(N, torch.ceil((B_X * B_W / (2 * eps)).square()) - 1)
     log_binomial = torch.lgamma(N + 1) - torch.lgamma(k + 1) - torch.lgamma(N - k + 1)
     return torch.where(k >= 1, torch.log(r) + log_binomial + k * math.log(2), 0)

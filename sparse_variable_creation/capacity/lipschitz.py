@@ -157,7 +157,7 @@ def confirm_bound(
     ratios, witness
         What :func:`adversarial_search` returned.
     path
-        The JSON file that gets the counterexample, if there is one.
+        The JSON file that gets the counterexample, if there is one; its folder is made.
     tolerance
         By how much rounding may lift a ratio above 1.
 
@@ -174,6 +174,7 @@ def confirm_bound(
     worst = ratios.max().item()
     if not worst <= 1 + tolerance:
         tensors = {name: tensor.tolist() for name, tensor in witness.items()}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"ratio": worst, "witness": tensors}))
         raise AssertionError(f"the bound is violated, ratio {worst}: see {path}")
     return worst

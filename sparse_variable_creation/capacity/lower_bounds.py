@@ -61,10 +61,10 @@ def expected_survivors(T: int, s: int, m: int) -> float:
     Raises
     ------
     ValueError
-        If not ``1 <= s <= T``, or ``m`` is negative.
+        If ``s`` and ``T`` are not whole numbers with ``1 <= s <= T``, or ``m`` is negative.
     """
-    if not 1 <= s <= T:
-        raise ValueError(f"s is {s}: the sparsity must be from 1 to T = {T}")
+    if not isinstance(T, int) or not isinstance(s, int) or not 1 <= s <= T:
+        raise ValueError(f"s is {s} and T is {T}: they must be whole numbers, s from 1 to T")
     if not m >= 0:
         raise ValueError(f"m is {m}: the number of examples must be at least 0")
     exponents = [
@@ -94,12 +94,12 @@ def sufficient_examples(T: int, s: int, success: float = 0.5) -> int:
     Raises
     ------
     ValueError
-        If not ``1 <= s <= T``, or ``success`` is not between 0 and 1.
+        If ``s`` and ``T`` are not whole numbers with ``1 <= s <= T``, or ``success`` is not between 0 and 1.
     """
     if not 0 < success < 1:
         raise ValueError(f"success is {success}: it must be above 0 and below 1")
-    if not 1 <= s <= T:
-        raise ValueError(f"s is {s}: the sparsity must be from 1 to T = {T}")
+    if not isinstance(T, int) or not isinstance(s, int) or not 1 <= s <= T:
+        raise ValueError(f"s is {s} and T is {T}: they must be whole numbers, s from 1 to T")
     enough = s * math.log2(max(T - s, 1) / math.expm1(math.log(2 - success) / s))
     return bisect_left(
         range(math.ceil(enough) + 1),
@@ -128,12 +128,14 @@ def unrank_combinations(ranks: Tensor, K: int, s: int) -> Tensor:
     Raises
     ------
     ValueError
-        If not ``1 <= s <= K``, or there are more sets than an ``int64`` can number.
+        If not ``1 <= s <= K``, there are more sets than an ``int64`` can number, or a rank is not one of a set.
     """
     if not 1 <= s <= K:
         raise ValueError(f"s is {s}: the size must be from 1 to K = {K}")
     if math.comb(K, s) >= 2**63:
         raise ValueError(f"K is {K} and s is {s}: that is more sets than an int64 can number")
+    if ranks.numel() and not 0 <= ranks.min() <= ranks.max() < math.comb(K, s):
+        raise ValueError(f"ranks must be from 0 to {math.comb(K, s) - 1}")
     found = []
     for r in range(s, 0, -1):  # the largest c with comb(c, r) <= rank, then the rest
         table = torch.tensor(
@@ -370,7 +372,7 @@ def norm_floor(
     Raises
     ------
     ValueError
-        If a number is out of range or not finite.
+        If a number is out of range or not finite, or the result would be.
     """
     if not 0 <= n < math.inf or not 1 <= d < math.inf:
         raise ValueError(
@@ -379,5 +381,9 @@ def norm_floor(
     for name, value in (("gamma", gamma), ("B_V", B_V), ("B_X", B_X)):
         if not 0 < value < math.inf:
             raise ValueError(f"{name} is {value}: it must be a positive number")
+    if n / d > 1000:
+        raise ValueError(
+            f"n is {n} and d is {d}: 2 ** (n / d) must be a number that a float holds"
+        )
     base = 2 ** (n / d) / (1 + 2 * B_V * B_X / gamma)
     return max(0.0, gamma / (2 * B_V * B_X**2) * (base - 1))
