@@ -37,11 +37,10 @@ def _checked(least: float = 0.0, most: float = 1e50, **values) -> list:
     return arrays
 
 
-def _points(N, tokens):
-    "The number of inputs to cover on: N, or the number of different tokens if that is less."
-    if not (np.asarray(tokens) >= 1).all():
-        raise ValueError(f"tokens is {tokens}: there is at least 1 token")
-    return np.minimum(N, tokens)
+def _points(N, tokens, pairs=False):
+    "The number of inputs to cover on: N, or the number of different tokens, or of pairs of them, if that is less."
+    (count,) = (np.inf,) if tokens is np.inf else _checked(1, 1e150, tokens=tokens)
+    return np.minimum(N, count**2 if pairs else count)
 
 
 def _positions(B_P, P_21):
@@ -76,7 +75,7 @@ def optimal_split(a, beta, C=1.0) -> tuple:
     ValueError
         If a number is negative or not finite, or ``C`` is 0.
     """
-    a, beta, C = _checked(a=a, beta=beta, C=C)
+    a, beta, C = _checked(0, 1e300, a=a, beta=beta, C=C)
     if not (C > 0).all():
         raise ValueError(f"C is {C}: the budget must be above 0")
     shares = np.cbrt(a) * np.cbrt(beta) ** 2
@@ -350,7 +349,7 @@ def head_capacity(
     if B_QKF is None:
         scores = ("scores", R * norm, out * c * B_V * R**2, d, points)
     else:
-        pairs = points if one_query else _points(m * T, np.asarray(tokens, dtype=float) ** 2)
+        pairs = points if one_query else _points(m * T, tokens, pairs=True)
         scores = ("scores", R**2 * norm, out * c * B_V * R, 1, pairs)
     parts = [("values", R * B_V21, out, k, points), scores]
     if B_w is not None:

@@ -364,7 +364,7 @@ def capacity_of(
         layer_norm = "exact" if layer_norm is None else layer_norm
         return transformer_capacity(p, T, m, heads, layer_norm, layer_norm_eps, sharp)
     L_sigma, note = _activation(getattr(weights, "sigma", None), L_sigma)
-    B_X = 2**0.5 if B_X is None else B_X
+    (B_X,) = _checked(B_X=2**0.5 if B_X is None else B_X)
     notes = [FIXED, note, f"tokens are taken to be of length at most {B_X:g}"]
     QK, V = p["W_Q"] @ p["W_K"].mT, p["W_V"]
     same = dict(L_sigma=L_sigma, T=T + 1, m=m, d=V.shape[-2], k=V.shape[-1], sharp=sharp)
@@ -381,8 +381,8 @@ def capacity_of(
             f"{name}21": norm_pq(M.mT if name == "C_QK" else M, 2, 1).numpy()
             for name, M in named.items()
         }
-        (length,), layers = _checked(B_X=B_X), len(p["W_C"])
-        same |= dict(B_w=B_w, B_X=np.maximum(length, cls.norm().item()), layers=layers, B_P=0.0)
+        longest, layers = np.maximum(B_X, cls.norm().item()), len(p["W_C"])
+        same |= dict(B_w=B_w, B_X=longest, layers=layers, B_P=0.0)
         if tokens is not None:
             same["tokens"] = tokens
             notes.append(f"at most {tokens} different tokens")
