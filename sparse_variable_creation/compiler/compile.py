@@ -7,7 +7,6 @@ __all__ = ['CONSTRUCTIONS', 'CompiledTransformer', 'promises', 'compile_boolean'
 
 # %% ../../nbs/compiler/02_compile.ipynb #02-compile-04
 import math
-from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from .heads import head_norms
@@ -53,9 +52,8 @@ class CompiledTransformer(nn.Module):
         super().__init__()
         self.f, self.positions, self.construction = f, positions, construction
         self.attends, self.gap, self.promised = attends, gap, promised
-        self.W_Q, self.W_K, self.W_V = (
-            nn.Parameter(W, requires_grad=False) for W in (W_Q, W_K, W_V)
-        )
+        for name, W in (("W_Q", W_Q), ("W_K", W_K), ("W_V", W_V)):
+            setattr(self, name, nn.Parameter(W, requires_grad=False))
         self.readout, self._kept = readout, None
         self.T, self.s, self.heads = f.T, f.s, 1
 
@@ -72,18 +70,15 @@ class CompiledTransformer(nn.Module):
     @property
     def width(self) -> int:
         """The number of hidden units behind the head."""
-        return sum(
-            len(b) for n, b in self.named_parameters() if n in ("readout.b_1", "readout.b_2")
-        )
+        return sum(len(p) for n, p in self.named_parameters() if n[8:] in ("b_1", "b_2"))
 
     def norms(self) -> dict[str, float]:
         """The norms of the head, as in :func:`~sparse_variable_creation.compiler.heads.head_norms`, and of the read-out."""
-        mlp = {
-            n[8:]: p.double().norm().item()
-            for n, p in self.named_parameters()
-            if n in ("readout.W_1", "readout.W_2", "readout.w")
-        }
-        return head_norms(self.W_Q.double(), self.W_K.double(), self.W_V.double()) | mlp
+        norms = head_norms(self.W_Q.double(), self.W_K.double(), self.W_V.double())
+        for name, p in self.named_parameters():
+            if name[8:] in ("W_1", "W_2", "w"):
+                norms[name[8:]] = p.double().norm().item()
+        return norms
 
     def extra_repr(self) -> str:
         """The line that ``print`` shows."""
@@ -162,13 +157,7 @@ class CompiledTransformer(nn.Module):
         return certify(self)
 
 # %% ../../nbs/compiler/02_compile.ipynb #02-compile-09
-def promises(
-    construction: str,
-    T: int,
-    s: int,
-    kind: str = "one-hot",
-    weights: Sequence[int] | None = None,
-) -> dict[str, float]:
+def promises(construction: str, T: int, s: int, kind: str = "one-hot", weights=None) -> dict:
     """State what :prf:ref:`thm-one-column`, :prf:ref:`thm-symmetric`, :prf:ref:`thm-weighted`, :prf:ref:`thm-gated` or :prf:ref:`thm-joint` promises.
 
     Parameters
@@ -191,12 +180,10 @@ def promises(
         ``margin``. The norms of the head are missing for kinds that promise no gap (vaswani, trig-polynomial).
     """
     L, n, N = math.log(16 * (T + 1) * max(s, 1)), max(s, 1), 2**s - 1
-    exact = kind == "one-hot"
-    loss, wide = (
-        (1, 1) if exact else (2, 1.5)
-    )  # 1/gap, and how much longer a squared dual vector may be
-    key, value, gate, stretch, mass = wide * s, 1.0, 0.0, 1.0, 1 / (16 * n * n)
-    margin = 0.5
+    loss, wide, cls = (
+        (1, 1, 1.5) if kind == "one-hot" else (2, 1.5, 1.75)
+    )  # 1/gap, squared length of a dual vector
+    key, value, gate, stretch, mass, margin = wide * s, 1, 0, 1, 1 / (16 * n * n), 0.5
     if construction == "threshold" and weights is None:
         value, margin = max(s * s, 3), 0.5 - 1 / (16 * n)
     elif construction == "threshold":
@@ -209,33 +196,19 @@ def promises(
         L += (loss - 1) * 0.25 * max(s - 1, 0) * math.log(2)
         mass = 1 / (16 * n * max(N, 1))
     elif construction == "gated":
-        gate, stretch, value, mass = (
-            1 + 1.5**2 if exact else 1 + 1.75**2,
-            2.0,
-            wide * s,
-            1 / (16 * n),
-        )
+        gate, stretch, value, mass = 1 + cls**2, 2, wide * s, 1 / (16 * n)
     elif construction == "joint":
         key, value = 2 * wide * s, wide * s
     promised = {}
     if kind in ("one-hot", "random-sign", "random-frequency"):
         beta, W_K = stretch * loss * L, math.sqrt(key + gate)
-        promised = {
-            "W_Q": beta,
-            "W_K": W_K,
-            "W_V": math.sqrt(value),
-            "W_QK": beta * W_K,
-            "W_QK (2,1)": beta * W_K,
-        }
+        promised = {"W_Q": beta, "W_K": W_K, "W_V": math.sqrt(value)}
+        promised |= {"W_QK": beta * W_K, "W_QK (2,1)": beta * W_K}
     levels = s if construction == "symmetric" else N
     if construction in ("symmetric", "weighted"):
         promised |= {"W_1": levels * math.sqrt(2 * levels), "w": 2 * math.sqrt(2 * levels)}
     elif construction in ("gated", "joint"):
-        promised |= {
-            "W_1": 2 * s * math.sqrt(2 * s),
-            "W_2": math.sqrt(2 * s * 2**s),
-            "w": 2 ** (s / 2),
-        }
+        promised |= {"W_1": (2 * s) ** 1.5, "W_2": math.sqrt(2 * s * 2**s), "w": 2 ** (s / 2)}
     return promised | {"off-support mass": mass if s else 1.0, "margin": margin}
 
 # %% ../../nbs/compiler/02_compile.ipynb #02-compile-13
@@ -252,8 +225,7 @@ def compile_boolean(
 ) -> CompiledTransformer:
     """Compile a Boolean function to a Transformer of bounded norm that computes it on every context.
 
-    It implements :prf:ref:`thm-one-column`, :prf:ref:`thm-symmetric`, :prf:ref:`thm-weighted`, :prf:ref:`thm-gated` and
-    :prf:ref:`thm-joint`.
+    See :prf:ref:`thm-one-column`, :prf:ref:`thm-symmetric`, :prf:ref:`thm-weighted`, :prf:ref:`thm-gated`, :prf:ref:`thm-joint`.
 
     Parameters
     ----------
@@ -290,11 +262,10 @@ def compile_boolean(
     kind, found = _checked(f, positions, construction, readout, dtype, beta)
     if isinstance(positions, Positions):
         seed, d = positions.seed, None if kind == "one-hot" else positions.d
-    names = (
-        [construction]
-        if construction != "auto"
-        else [n for n in found if n != "joint" and found[n] == min(found.values())]
-    )
+    least = min(found.values())
+    names = [
+        n for n, w in found.items() if w == least and n in (construction, *CONSTRUCTIONS[:4])
+    ]
     nets = [_build(f, name, kind, seed, dtype, d, beta, least_gap) for name in names]
     return min(nets, key=lambda net: net.beta)
 
@@ -325,11 +296,8 @@ def _checked(f, positions, construction, readout, dtype, beta):
             f"dtype is {dtype}: it cannot tell the {levels[construction] + 1} levels apart that the {construction} construction "
             "reads; take construction='gated' or a finer dtype"
         )
-    found = {
-        n: w
-        for n, w in found.items()
-        if construction in ("auto", n) and levels.get(n, 0) <= fine
-    }
+    for n in [n for n in found if construction not in ("auto", n) or levels.get(n, 0) > fine]:
+        del found[n]
     if readout == "linear" or construction == "threshold":
         if "threshold" not in found and construction in ("auto", "threshold"):
             raise ValueError(
@@ -339,7 +307,7 @@ def _checked(f, positions, construction, readout, dtype, beta):
             )
         if construction not in ("auto", "threshold"):
             raise ValueError(
-                f"readout is 'linear': the {construction} construction needs an MLP, so take readout='mlp' or construction='threshold'"
+                f"readout is 'linear': the {construction} construction needs an MLP"
             )
         found = {"threshold": 0}
     if not found:
@@ -384,13 +352,9 @@ def _build(f, name, kind, seed, dtype, d, beta, least_gap):
         elif name in ("gated", "joint"):
             extra = duals[:, 1::2] if joint else duals
         elif name == "threshold":
-            weights = column_weights(f)
-            if len(set(weights[1:])) == 1:
-                weights = None
-            else:
-                extra = (
-                    (1 + s) * duals @ torch.tensor(weights[1:], dtype=torch.float64)[:, None]
-                )
+            c = torch.tensor(column_weights(f), dtype=torch.float64)
+            if (c[1:] != c[1]).any():
+                weights, extra = c.tolist(), (1 + s) * duals @ c[1:, None]
     outside = torch.ones(map_.T, dtype=torch.bool)
     outside[places] = False
     r, u = map_.scores(torch.cat([key, extra], 1).T).T[outside].tensor_split([1], 1)
@@ -414,10 +378,7 @@ def _build(f, name, kind, seed, dtype, d, beta, least_gap):
     W_Q[2], W_K[3:] = beta, key
     if name == "gated" or weights:
         W_K[1], W_K[2] = 1, 2 if weights else 1.5 + (1 - gap) / 2
-    mlp, attends = (
-        None,
-        "ones" if name == "gated" else "ones and [CLS]" if weights else "support",
-    )
+    mlp, attends = None, {"gated": "ones"}.get(name, "ones and [CLS]" if weights else "support")
     profile = [f.table[(1 << n) - 1] for n in range(s + 1)]
     if name == "threshold" and weights:
         W_V[2], W_V[3:] = (1 + s) * weights[0], extra
@@ -432,12 +393,8 @@ def _build(f, name, kind, seed, dtype, d, beta, least_gap):
         W_V[1], mlp = 1, PlateauReadout(f.table)
         W_K[3:] += extra / beta if s else 0
     else:
-        W_V, mlp = (
-            torch.cat([torch.zeros(3, s, dtype=torch.float64), extra]),
-            PatternReadout(f.table),
-        )
+        W_V = torch.cat([torch.zeros(3, s, dtype=torch.float64), extra])
+        mlp = PatternReadout(f.table)
     _check_scale(beta, W_K.norm().item(), dtype)
-    promised = promises(name, T, s, kind, weights)
-    return CompiledTransformer(f, map_, name, W_Q, W_K, W_V, mlp, attends, gap, promised).to(
-        dtype
-    )
+    head = (W_Q, W_K, W_V, mlp, attends, gap, promises(name, T, s, kind, weights))
+    return CompiledTransformer(f, map_, name, *head).to(dtype)
