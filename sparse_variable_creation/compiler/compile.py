@@ -110,7 +110,7 @@ class CompiledTransformer(nn.Module):
         """What the head says of ``bits`` of shape ``[..., T]``, after its ReLU: shape ``[..., k]``."""
         check_bits(bits, self.T)
         ratio, contexts = self.ratio(), bits.reshape(-1, self.T)
-        size = max(1, 2**24 // self.T)  # contexts at a time
+        size = max(1, 2**20 // self.T)  # contexts at a time
         said = [torch.relu(ratio(part)) for part in contexts.split(size)]
         return torch.cat(said).reshape(*bits.shape[:-1], self.W_V.shape[1])
 
@@ -156,7 +156,7 @@ class CompiledTransformer(nn.Module):
 
         return certify(self)
 
-# %% ../../nbs/compiler/02_compile.ipynb #02-compile-09
+# %% ../../nbs/compiler/02_compile.ipynb #02-compile-11
 def promises(construction: str, T: int, s: int, kind: str = "one-hot", weights=None) -> dict:
     """State what :prf:ref:`thm-one-column`, :prf:ref:`thm-symmetric`, :prf:ref:`thm-weighted`, :prf:ref:`thm-gated` or :prf:ref:`thm-joint` promises.
 
@@ -211,7 +211,7 @@ def promises(construction: str, T: int, s: int, kind: str = "one-hot", weights=N
         promised |= {"W_1": (2 * s) ** 1.5, "W_2": math.sqrt(2 * s * 2**s), "w": 2 ** (s / 2)}
     return promised | {"off-support mass": mass if s else 1.0, "margin": margin}
 
-# %% ../../nbs/compiler/02_compile.ipynb #02-compile-13
+# %% ../../nbs/compiler/02_compile.ipynb #02-compile-15
 def compile_boolean(
     f: SparseBoolean,
     positions: str | Positions = "one-hot",

@@ -111,11 +111,6 @@ class PatternReadout(nn.Module):
         return torch.relu(u @ self.W_2.T + self.b_2) @ self.w + self.c
 
 # %% ../../nbs/compiler/01_readouts.ipynb #01-readouts-16
-@lru_cache(maxsize=4096)
-def _weights(table):
-    return is_halfspace(torch.tensor(table))
-
-
 def column_weights(f: SparseBoolean) -> tuple[int, ...] | None:
     """Find whole weights with which a function is a halfspace of its bits (:prf:ref:`thm-one-column`).
 
@@ -130,15 +125,27 @@ def column_weights(f: SparseBoolean) -> tuple[int, ...] | None:
         :math:`(c_0,c_1,\\dots,c_s)` with ``f`` true where :math:`c_0+\\sum_ic_ib_i\\ge1` and false where it is at most -1, or
         None if there are none. For symmetric functions :math:`c_1=\\dots=c_s`; for constants they are 0.
     """
-    if not is_symmetric(f):
-        return _weights(f.table)
-    profile = [f.table[(1 << n) - 1] for n in range(f.s + 1)]
-    if sum(a != b for a, b in zip(profile, profile[1:])) > 1:
-        return None
-    if len(set(profile)) == 1:
-        return (2 * profile[0] - 1, *[0] * f.s)
-    k = profile.count(profile[0])  # where the profile steps up or down
-    return (1 - 2 * k, *[2] * f.s) if profile[-1] else (2 * k - 1, *[-2] * f.s)
+    return _choices(f.table)[0]
+
+
+@lru_cache(maxsize=4096)
+def _choices(table):
+    "The weights of the halfspace with this table, or None, and the widths of all constructions."
+    values, s = torch.tensor(table), len(table).bit_length() - 1
+    found = {"weighted": 2 * int(values.diff().ne(0).sum())}
+    found["gated"] = found["joint"] = 2 * s + min(sum(table), len(table) - sum(table))
+    if not is_symmetric(values):
+        weights = is_halfspace(values)
+    else:
+        profile = [table[(1 << n) - 1] for n in range(s + 1)]
+        k, steps = profile.count(profile[0]), sum(a != b for a, b in zip(profile, profile[1:]))
+        found = {"symmetric": 2 * steps} | found
+        weights = (
+            (1 - 2 * k, *[2] * s) if profile[-1] else (2 * k - 1, *[-2] * s)
+        )  # one step, after k values
+        if steps != 1:
+            weights = None if steps else (2 * profile[0] - 1, *[0] * s)
+    return weights, found if weights is None else {"threshold": 0} | found
 
 # %% ../../nbs/compiler/01_readouts.ipynb #01-readouts-18
 def applicable(f: SparseBoolean) -> dict[str, int]:
@@ -154,15 +161,7 @@ def applicable(f: SparseBoolean) -> dict[str, int]:
     dict
         From the names of the constructions, (threshold, symmetric, weighted, gated, joint) to the number of hidden units.
     """
-    table, symmetric = f.values.int(), bool(is_symmetric(f))
-    profile = table[(1 << torch.arange(f.s + 1)) - 1]
-    ones = int(table.sum())
-    found = {} if column_weights(f) is None else {"threshold": 0}
-    if symmetric:
-        found["symmetric"] = 2 * int(profile.diff().ne(0).sum())
-    found["weighted"] = 2 * int(table.diff().ne(0).sum())
-    found["gated"] = found["joint"] = 2 * f.s + min(ones, 2**f.s - ones)
-    return found
+    return dict(_choices(f.table)[1])
 
 # %% ../../nbs/compiler/01_readouts.ipynb #01-readouts-22
 def outward(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
