@@ -1,0 +1,143 @@
+"""The compiler and its certificates at full size: every function of two and three bits, long contexts, a million positions."""
+import itertools
+import resource
+import time
+
+import pytest
+import torch
+from sparse_variable_creation.compiler.certificate import Certificate, certify, stress
+from sparse_variable_creation.compiler.compile import CONSTRUCTIONS, compile_boolean
+from sparse_variable_creation.compiler.readouts import PatternReadout, PlateauReadout, applicable
+from sparse_variable_creation.foundations.boolean import SparseBoolean
+from sparse_variable_creation.foundations.positions import get_positions
+
+
+def contexts(T):
+    return torch.arange(2**T)[:, None] >> torch.arange(T) & 1
+
+
+@pytest.mark.parametrize("construction", ["weighted", "gated", "joint"])
+@pytest.mark.parametrize("s", [2, 3])
+def test_every_function_on_every_support(construction, s):
+    "The head does not depend on the table (checked below), so it runs once a support; then every table is read off it."
+    tables = list(itertools.product([0, 1], repeat=2**s))
+    readouts = [(PlateauReadout if construction == "weighted" else PatternReadout)(t) for t in tables]
+    truth = torch.tensor(tables).bool()
+    for T in range(s, 9):
+        bits = contexts(T)
+        for I in itertools.combinations(range(T), s):
+            y = compile_boolean(SparseBoolean(I, tables[6], T), construction=construction).head(bits)
+            entry = (bits[:, list(I)] << torch.arange(s)).sum(1)
+            for readout, row in zip(readouts, truth):
+                out = readout(y)
+                assert ((out - row[entry].double()).abs() < 1e-12).all(), (T, I)
+
+
+@pytest.mark.parametrize("kind", ["one-hot", "random-sign"])
+@pytest.mark.parametrize("construction", ["weighted", "gated", "joint"])
+def test_the_head_does_not_depend_on_the_table(construction, kind):
+    first, *rest = [compile_boolean(SparseBoolean((1, 4, 6), t, 8), kind, construction) for t in list(itertools.product([0, 1], repeat=8))[::37]]
+    for net in rest:
+        assert all(torch.equal(getattr(net, W), getattr(first, W)) for W in ("W_Q", "W_K", "W_V"))
+        assert torch.equal(net.predict(contexts(8)), net.f(contexts(8)))
+
+
+@pytest.mark.parametrize("s", [2, 3])
+def test_every_halfspace_and_symmetric_function_on_every_support(s):
+    found = {"threshold": 0, "symmetric": 0}
+    for table in itertools.product([0, 1], repeat=2**s):
+        for T in range(s, 9):
+            names = [c for c in found if c in applicable(SparseBoolean(range(s), table, T))]
+            bits = contexts(T) if names else None
+            for I, name in itertools.product(itertools.combinations(range(T), s), names):
+                net = compile_boolean(SparseBoolean(I, table, T), construction=name)
+                found[name] += 1
+                assert torch.equal(net.predict(bits), net.f(bits)), (name, table, T, I)
+    supports = {2: 84, 3: 126}[s]  # of all lengths up to 8
+    assert found == {2: {"threshold": 14 * supports, "symmetric": 8 * supports}, 3: {"threshold": 104 * supports, "symmetric": 16 * supports}}[s]
+
+
+@pytest.mark.parametrize("kind", ["one-hot", "random-sign", "random-frequency"])
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+def test_all_65536_contexts_in_a_second(construction, kind):
+    f = SparseBoolean.majority([2, 5, 11], 16) if construction in ("threshold", "symmetric") else SparseBoolean.from_formula("x2 & x5 ^ x11 | x14", 16)
+    net = compile_boolean(f, kind, construction)
+    bits = contexts(16)
+    begin = time.perf_counter()
+    right = torch.equal(net.predict(bits), f(bits))
+    assert right and time.perf_counter() - begin < 1
+    assert stress(net)["wrong"] == 0 and certify(net).holds
+
+
+@pytest.mark.parametrize("construction, s", [("threshold", 8), ("symmetric", 8), ("weighted", 8), ("gated", 8), ("joint", 5)])
+def test_adversarial_contexts_at_4096(construction, s):
+    g = torch.Generator().manual_seed(s)
+    I = torch.randperm(4096, generator=g)[:s].tolist()
+    table = torch.randint(0, 2, (2**s,), generator=g).tolist()
+    f = SparseBoolean.majority(I, 4096) if construction == "threshold" else SparseBoolean.parity(I, 4096) if construction == "symmetric" else SparseBoolean(I, table, 4096)
+    kind = "one-hot" if construction in ("threshold", "weighted") else "random-sign"
+    net = compile_boolean(f, kind, construction)
+    run, proved = stress(net, 20_000), certify(net)
+    assert run["wrong"] == 0 and proved.holds and proved.margin <= run["margin"] + 1e-9
+    assert proved.margin >= proved.promised["margin"] - 1e-9
+
+
+def test_a_million_positions(tmp_path):
+    "Compile, certify and check again, below three minutes and four GiB."
+    begin = time.perf_counter()
+    f = SparseBoolean.from_formula("x3 & x77777 ^ x500000 & x999999", 10**6)
+    net = compile_boolean(f, "random-sign")
+    proved = certify(net)
+    proved.save(tmp_path / "certificate.json")
+    assert time.perf_counter() - begin < 180
+    assert proved.holds and proved.margin > 0.49 and proved.off_support_mass <= proved.promised["off-support mass"]
+    assert Certificate.load(tmp_path / "certificate.json") == proved
+    bits = torch.randint(0, 2, (8, 10**6), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    assert torch.equal(net.predict(bits), f(bits))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 2**20  # KiB on Linux: the whole test process
+
+
+def test_certificate_time_is_at_most_linear():
+    "16 times the length, at most 16 times the time of what grows (and half again, for a noisy clock)."
+    seconds = []
+    for T in (10_000, 160_000):
+        net = compile_boolean(SparseBoolean.parity([3, 500, 9000], T), get_positions("random-sign", T, d=200), least_gap=0.0)
+        begin = time.perf_counter()
+        assert certify(net).holds
+        seconds.append(time.perf_counter() - begin)
+    assert seconds[1] <= 24 * seconds[0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_certificate_never_claims_too_much(seed):
+    "Weights that are disturbed at random: what is proved is never better than the worst of all contexts."
+    g = torch.Generator().manual_seed(seed)
+    held = 0
+    for construction, kind in itertools.product(CONSTRUCTIONS, ["one-hot", "random-sign"]):
+        f = SparseBoolean.majority([0, 2, 5], 7) if construction in ("threshold", "symmetric") else SparseBoolean.from_formula("x0 & x2 ^ x5", 7)
+        net = compile_boolean(f, kind, construction)
+        for size in (1e-3, 1e-2, 0.1, 1.0):
+            noisy = compile_boolean(f, kind, construction)
+            for W in (noisy.W_Q, noisy.W_K, noisy.W_V):
+                W += size / len(W) ** 0.5 * torch.randn(W.shape, generator=g, dtype=W.dtype)
+            proved, run = certify(noisy), stress(noisy)
+            assert proved.margin <= run["margin"] + 1e-9
+            assert not proved.holds or run["wrong"] == 0
+            held += proved.holds
+            worst = noisy.attention(contexts(7))
+            if net.attends == "support":
+                assert proved.off_support_mass >= 1 - worst[:, [0, 2, 5]].sum(1).min().item() - 1e-12
+    assert 8 <= held < 40
+
+
+@pytest.mark.parametrize("s", [0, 1, 5])
+def test_nothing_outside_the_support(s):
+    "The support is the whole context, or empty."
+    T = max(s, 1)
+    for construction in CONSTRUCTIONS:
+        for table in ([1] * 2**s, [0] * 2**s, [n % 2 for n in range(2**s)]):
+            f = SparseBoolean(range(s), table, T)
+            if construction in applicable(f):
+                for kind in ("one-hot", "random-sign"):
+                    net = compile_boolean(f, kind, construction)
+                    assert certify(net).holds and stress(net)["wrong"] == 0
