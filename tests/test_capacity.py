@@ -101,7 +101,7 @@ def head_page():
 
 @pytest.fixture(scope="module")
 def deep_page():
-    return from_page("nbs/capacity/02_depth.ipynb", "deep_attack")
+    return from_page("nbs/capacity/03_depth.ipynb", "deep_attack")
 
 
 R = 2.5  # of the page's class: 1.5 for the token, 1 for its position
@@ -153,7 +153,7 @@ def test_a_spoiled_stretch_of_a_deep_network_is_refuted(deep_page, part, layer, 
 
 @pytest.fixture(scope="module")
 def weights_page():
-    return from_page("nbs/capacity/06_weights.ipynb", "recompute", "stretches", "transformer_attack")
+    return from_page("nbs/capacity/07_weights.ipynb", "recompute", "stretches", "transformer_attack")
 
 
 @pytest.mark.parametrize("norm,part,missing", [
