@@ -183,7 +183,7 @@ def fingerprint(net: CompiledTransformer) -> str:
 # %% ../../nbs/compiler/03_certificate.ipynb #03-certificate-10
 @dataclass
 class Certificate:
-    """What :func:`certify` proves of a network, by :prf:ref:`thm-certificate`.
+    """What :func:`~sparse_variable_creation.compiler.certificate.certify` proves of a network, by :prf:ref:`thm-certificate`.
 
     Parameters
     ----------
@@ -229,23 +229,34 @@ class Certificate:
         """The SHA-256 of the contents."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
+    def to_dict(self) -> dict:
+        """The contents, with their checksum."""
+        return asdict(self) | {"sha256": self.checksum()}
+
     def save(self, path) -> None:
         """Write the certificate to a JSON file, with its checksum."""
-        Path(path).write_text(
-            json.dumps(asdict(self) | {"sha256": self.checksum()}, indent=1) + "\n"
-        )
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path) -> "Certificate":
         """Read a certificate. A file that is no certificate, or was changed, is refused with a ValueError."""
         try:
             content = json.loads(Path(path).read_text())
-            claimed = content.pop("sha256")
-            certificate = cls(**content)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except ValueError as error:
             raise ValueError(
                 f"path is {path}: this file is no certificate ({error})"
             ) from error
+        return cls.from_dict(content, path)
+
+    @classmethod
+    def from_dict(cls, content: dict, path="a dictionary") -> "Certificate":
+        """Make a certificate of what :meth:`to_dict` gave, from the file ``path``; one that was changed is refused."""
+        try:
+            content = dict(content)
+            claimed = content.pop("sha256")
+            certificate = cls(**content)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"path is {path}: this is no certificate ({error})") from error
         if certificate.checksum() != claimed:
             raise ValueError(
                 f"path is {path}: the contents do not have the checksum that is stated: they were changed"

@@ -24,7 +24,7 @@ CONSTRUCTIONS = ("threshold", "symmetric", "weighted", "gated", "joint")
 
 # %% ../../nbs/compiler/02_compile.ipynb #02-compile-07
 class CompiledTransformer(nn.Module):
-    """One head and a read-out, as :func:`compile_boolean` makes them: the network of :prf:ref:`thm-ratio` and its MLP.
+    """One head and a read-out, as :func:`~sparse_variable_creation.compiler.compile.compile_boolean` makes them: the network of :prf:ref:`thm-ratio` and its MLP.
 
     Parameters
     ----------

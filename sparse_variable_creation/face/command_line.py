@@ -6,7 +6,7 @@
 __all__ = ['app', 'HEAD', 'DEEP', 'SHAPE', 'main']
 
 # %% ../../nbs/face/00_command_line.ipynb #00-command-line-04
-import json, re, sys
+import importlib, json, re, sys
 from pathlib import Path
 from typing import Annotated
 import typer
@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 # %% ../../nbs/face/00_command_line.ipynb #00-command-line-06
 app = typer.Typer(
     name="svc",
-    help="Sparse variable creation: bounds, from the command line.",
+    help="Sparse variable creation: bounds, compiled networks and their certificates, from the command line.",
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -25,7 +25,7 @@ app = typer.Typer(
 
 @app.callback()
 def _root() -> None:
-    "Sparse variable creation: bounds, from the command line."
+    "Sparse variable creation: bounds, compiled networks and their certificates, from the command line."
 
 
 def _fail(message: str, code: int) -> None:
@@ -188,6 +188,8 @@ def main(arguments: list[str] | None = None) -> None:
     SystemExit
         Always, with the exit code.
     """
+    for module in ("compile_command_line",):  # they add their commands to the app
+        importlib.import_module(f"sparse_variable_creation.face.{module}")
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="svc", standalone_mode=False)
