@@ -47,7 +47,7 @@ def save_compiled(
 
 # %% ../../nbs/compiler/04_files.ipynb #04-files-09
 def load_compiled(path: str | Path) -> tuple[CompiledTransformer, Certificate | None]:
-    """Read what :func:`save_compiled` wrote.
+    """Read what :func:`~sparse_variable_creation.compiler.files.save_compiled` wrote.
 
     Parameters
     ----------
