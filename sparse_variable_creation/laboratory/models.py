@@ -409,11 +409,11 @@ class Transformer(nn.Module):
                 self.register_parameter(f"{before}c_{n}", nn.Parameter(torch.zeros(d)))
 
     def forward(self, bits: Tensor, return_attention: bool = False) -> Tensor:
-        """The logit at ``bits`` ``[B, T]``, shape ``[B]``; or the attention of ``[CLS]``, shape ``[B, heads, T + 1]``."""
+        """The logit at ``bits`` ``[B, T]``, shape ``[B]``; or the attention of ``[CLS]`` without dropout, ``[B, heads, T + 1]``."""
         check_bits(bits, self.T)
         p = dict(self.named_parameters()) | dict(self.named_buffers())
         generator = None
-        if self.training and self.architecture.dropout:
+        if self.training and self.architecture.dropout and not return_attention:
             if self.generator is None or self.generator.device != bits.device:
                 self.generator = torch.Generator(bits.device).manual_seed(self.seed)
             generator = self.generator
