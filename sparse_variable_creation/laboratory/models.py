@@ -24,16 +24,10 @@ class Architecture:
 
     Parameters
     ----------
-    T
-        Context length, at least 1.
-    d
-        Token dimension.
+    T, d, mlp_width, layers
+        Context length, token dimension, width of the MLP and number of layers, each at least 1.
     heads
         Number of heads, a divisor of ``d``.
-    mlp_width
-        Width of the MLP.
-    layers
-        Number of layers, at least 1.
     norm
         ``"pre"``, ``"post"`` or ``"none"``.
     positions
@@ -176,14 +170,10 @@ def finish_layer(
     ----------
     p
         The parameters of the layer, each with the same leading axes.
-    h
-        The tokens of the rows before attention, shape ``[..., rows, d]``.
-    mix
-        The concatenated outputs of their heads, shape ``[..., rows, d]``.
-    norm
-        ``"pre"``, ``"post"`` or ``"none"``.
-    activation
-        ``"gelu"`` or ``"relu"``.
+    h, mix
+        The tokens of the rows before attention, and the concatenated outputs of their heads: ``[..., rows, d]``.
+    norm, activation
+        As in :class:`Architecture`.
     dropped
         What dropout does to rows; nothing where none is given.
 

@@ -161,10 +161,8 @@ def train(
         Learning rate, positive; or one for each network.
     optimiser
         ``"adam"``, ``"adamw"`` or ``"sgd"``, with PyTorch's defaults.
-    weight_decay
-        As PyTorch's: added to the gradient, with ``"adamw"`` taken off the weights.
-    momentum
-        For ``"sgd"``.
+    weight_decay, momentum
+        As PyTorch's: the decay is added to the gradient, with ``"adamw"`` taken off the weights; momentum is for ``"sgd"``.
     callback
         Called as ``callback(step, networks, active, loss)`` after every ``every`` steps and the last, with the networks that
         are still in training, their numbers, and their batch losses. It may return a Boolean tensor that says which of
