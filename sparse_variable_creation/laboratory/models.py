@@ -78,14 +78,10 @@ def fixed_positions(kind: str, T: int, d: int, seed: int = 0) -> Tensor:
 
     Parameters
     ----------
-    kind
-        A kind of :class:`~sparse_variable_creation.foundations.positions.Positions`.
-    T
-        Context length.
-    d
-        Token dimension: at least ``T`` for ``"one-hot"``, 3 for ``"trig-polynomial"`` and 2 for waves.
-    seed
-        Seed of the random kinds.
+    kind, seed
+        A kind of :class:`~sparse_variable_creation.foundations.positions.Positions`; and the seed of the random ones.
+    T, d
+        Context length, and token dimension: at least ``T`` for ``"one-hot"``, 3 for ``"trig-polynomial"``, 2 for waves.
 
     Returns
     -------
@@ -146,7 +142,7 @@ def affine(
     Returns
     -------
     Tensor
-        The rows, shape ``[..., rows, n]``.
+        Shape ``[..., rows, n]``.
     """
     b = b.unsqueeze(-2)
     if dropped is not None:
@@ -264,10 +260,8 @@ def dense_logits(
     ----------
     p
         Parameters by name, each with the same leading axes; the layers before the last have the prefix ``L1_``, ``L2_``, ...
-    bits
-        Contexts, shape ``[..., B, T]``.
-    a
-        The architecture.
+    bits, a
+        Contexts, shape ``[..., B, T]``, and the architecture.
     generators
         For dropout, as in :func:`drop`.
     cls_only
@@ -290,10 +284,11 @@ def dense_logits(
     h = torch.cat([tokens, cls], -2).flatten(-3, -2)  # [..., B (T + 1), d]
     for layer in range(1, a.layers + 1):
         last = layer == a.layers
-        q = {
-            k.removeprefix(f"L{layer}_"): v for k, v in p.items() if k.startswith(f"L{layer}_")
-        }
-        q = p if last else q
+        q = (
+            p
+            if last
+            else {k[len(f"L{layer}_") :]: v for k, v in p.items() if k.startswith(f"L{layer}_")}
+        )
         by_example = lambda x: x.unflatten(-2, (-1, n))
         cls_row = lambda x: by_example(x)[..., -1, :]  # noqa: E731
         u = layer_norm(q, h, 1) if a.norm == "pre" else h
@@ -333,7 +328,8 @@ class Transformer(nn.Module):
     T, d, heads, mlp_width, layers, norm, positions, dropout, activation
         As in :class:`Architecture`.
     seed
-        The seed of the initial weights, of random fixed positions, and of dropout.
+        The seed of the initial weights, of random fixed positions, and of dropout. Its masks, and nothing else that is
+        random, are drawn on the network's device and differ between devices.
     init
         ``"small"``: all weights normal with standard deviation 0.02. ``"fan-in"``: matrices with variance 1 over their
         number of rows, token and position vectors with standard deviation 1. Biases start at 0, LayerNorm gains at 1.
@@ -342,10 +338,6 @@ class Transformer(nn.Module):
     ------
     ValueError
         If an argument is not allowed.
-
-    Notes
-    -----
-    Dropout masks are drawn on the network's device, and so differ between devices; nothing else that is random does.
     """
 
     def __init__(
@@ -373,17 +365,15 @@ class Transformer(nn.Module):
         self.seed, self.generator = seed, None
         generator = torch.Generator().manual_seed(seed)
         tokens = {"E": (2, d), "P": (T + 1, d), "c": (d,)}
-        square = {name: (d, d) for name in ("W_Q", "W_K", "W_V", "W_O")}
-        block = square | {"W_1": (d, mlp_width), "W_2": (mlp_width, d)}
+        block = {name: (d, d) for name in ("W_Q", "W_K", "W_V", "W_O")}
+        block |= {"W_1": (d, mlp_width), "W_2": (mlp_width, d)}
         biases = {"b_Q": d, "b_V": d, "b_O": d, "b_1": mlp_width, "b_2": d}
         norms = {"pre": (1, 2, 3), "post": (1, 2), "none": ()}[norm]
         weights = tokens | block | {"w": (d,)}
         below = [f"L{n}_" for n in range(1, layers)]  # the layers before the last
         for before in below:
             weights |= {before + name: shape for name, shape in block.items()}
-            biases |= {
-                before + name: biases[name] for name in ("b_Q", "b_V", "b_O", "b_1", "b_2")
-            }
+            biases |= {before + name: size for name, size in biases.items() if name[0] == "b"}
         if positions != "learned":
             self.register_buffer("P", fixed_positions(positions, T, d, seed))
             del weights["P"]

@@ -104,10 +104,8 @@ class Progress:
     ----------
     total
         The number of steps.
-    unit
-        What the rate counts.
-    file
-        Where to write; standard error where none is given.
+    unit, file
+        What the rate counts; and where to write, standard error where none is given.
     """
 
     def __init__(self, total: int, unit: str = "model-steps", file=None):
@@ -218,8 +216,7 @@ def train(
             if not len(active):
                 show(steps, 0)
                 break
-            smaller = work.subset(keep)
-            old, work = update.state, smaller
+            old, work = update.state, work.subset(keep)
             update = _optimiser(
                 work, rates, optimiser, weight_decay, momentum, old, keep.to(device)
             )
@@ -371,10 +368,9 @@ class Validation:
 
     Attributes
     ----------
-    history
-        Pairs of a step and the accuracies, shape ``[R]``, NaN for networks that have finished.
-    reached
-        The step at which each network first reached the goal, or -1: shape ``[R]``.
+    history, reached
+        Pairs of a step and the accuracies ``[R]``, NaN for networks that have finished; and the step at which each network
+        first reached the goal, or -1, ``[R]``.
 
     Raises
     ------
