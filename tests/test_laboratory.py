@@ -244,6 +244,7 @@ TWO = Ensemble.from_modules([Transformer(6, d=8, mlp_width=8, seed=r) for r in r
     (lambda: train(TWO, STACK, [0, 1], optimiser="lbfgs"), "optimiser is 'lbfgs'"),
     (lambda: train(TWO, STACK, [0, 1], weight_decay=-1), "weight_decay is -1"),
     (lambda: train(TWO, Streams([Task().stream(6, 4, 0)])), "sample has 1"),
+    (lambda: train(TWO, Stack(STACK.bits.to("meta"), STACK.labels, STACK.sizes), [0, 1]), "sample is on meta"),
     (lambda: Validation(STACK, patience=0), "patience is 0"),
 ])
 def test_bad_input_is_refused_before_any_work(call, named):

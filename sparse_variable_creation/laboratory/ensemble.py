@@ -212,10 +212,10 @@ class Ensemble(Stacked):
         self.check(bits)
         a = self.architecture
         if self.form == "dense":
-            if self.training and a.dropout and self.generators is None:
-                new = torch.Generator
-                self.generators = [new(bits.device).manual_seed(s) for s in self.seeds]
-            generators = self.generators if self.training and a.dropout else None
+            wet, here = self.training and a.dropout > 0, bits.device
+            if wet and (self.generators is None or self.generators[0].device != here):
+                self.generators = [torch.Generator(here).manual_seed(s) for s in self.seeds]
+            generators = self.generators if wet else None
             return dense_logits(self.all(), bits, a, generators, cls_only=True)
         cls, scores, values = self.table()
         bits = bits.to(torch.uint8)

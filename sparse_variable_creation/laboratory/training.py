@@ -161,16 +161,12 @@ def train(
         ``"adam"``, ``"adamw"`` or ``"sgd"``, with PyTorch's defaults.
     weight_decay, momentum
         As PyTorch's: the decay is added to the gradient, with ``"adamw"`` taken off the weights; momentum is for ``"sgd"``.
-    callback
+    callback, every
         Called as ``callback(step, networks, active, loss)`` after every ``every`` steps and the last, with the networks that
         are still in training, their numbers, and their batch losses. It may return a Boolean tensor that says which of
         them have finished.
-    every
-        How often to call it.
-    progress
-        Show a line of progress.
-    compiled
-        Compile the loss with ``torch.compile``: slow to start.
+    progress, compiled
+        Show a line of progress; compile the loss with ``torch.compile``, which is slow to start.
 
     Returns
     -------
@@ -237,12 +233,19 @@ def _check(
     if any(n != ensemble.R for n in given.values()):
         entries = " and ".join(f"{name} has {n} entries" for name, n in given.items())
         raise ValueError(f"{entries}: give one for each of the {ensemble.R} networks")
+    here, there = (
+        next(ensemble.parameters()).device,
+        sample.device if streams else sample.bits.device,
+    )
+    if here.type != there.type:
+        raise ValueError(f"sample is on {there}, the networks are on {here}: move one of them")
     if len(rates) not in (1, ensemble.R):
         raise ValueError(
             f"lr has {len(rates)} entries: give one, or one for each of the {ensemble.R} networks"
         )
-    least = 1 if batch is None else batch
-    if min(steps, least, every) <= 0 or not all(0 < r < math.inf for r in rates):
+    if min(steps, 1 if batch is None else batch, every) <= 0 or not all(
+        0 < r < math.inf for r in rates
+    ):
         raise ValueError(
             f"steps is {steps}, batch is {batch}, lr is {min(rates)}, every is {every}: all must be positive"
         )
