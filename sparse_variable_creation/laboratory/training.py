@@ -157,10 +157,8 @@ def train(
         Examples a step, at least 1; None for the whole sample at each step. Streams have a size of their own.
     lr
         Learning rate, positive; or one for each network.
-    optimiser
-        ``"adam"``, ``"adamw"`` or ``"sgd"``, with PyTorch's defaults.
-    weight_decay, momentum
-        As PyTorch's: the decay is added to the gradient, with ``"adamw"`` taken off the weights; momentum is for ``"sgd"``.
+    optimiser, weight_decay, momentum
+        ``"adam"``, ``"adamw"`` or ``"sgd"``, PyTorch's; momentum is for the last.
     callback, every
         Called as ``callback(step, networks, active, loss)`` after every ``every`` steps and the last, with the networks that
         are still in training, their numbers, and their batch losses. It may return a Boolean tensor that says which of
