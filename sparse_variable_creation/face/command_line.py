@@ -14,8 +14,7 @@ import typer
 # %% ../../nbs/face/00_command_line.ipynb #00-command-line-06
 app = typer.Typer(
     name="svc",
-    help="Sparse variable creation: bounds, from the command line.",
-    add_completion=False,
+    help="Sparse variable creation: bounds and sweeps, from the command line.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -24,7 +23,7 @@ app = typer.Typer(
 
 @app.callback()
 def _root() -> None:
-    "Sparse variable creation: bounds, from the command line."
+    "Sparse variable creation: bounds and sweeps, from the command line."
 
 
 def _fail(message: str, code: int) -> None:
@@ -236,6 +235,8 @@ def main(arguments: list[str] | None = None) -> None:
     SystemExit
         Always, with the exit code.
     """
+    from sparse_variable_creation.face import doctor, sweeps_command_line  # whose commands join the app
+
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="svc", standalone_mode=False)
