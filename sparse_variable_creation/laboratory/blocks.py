@@ -181,6 +181,15 @@ PACKAGE = "sparse_variable_creation"
 
 
 @functools.cache
+def _parsed(name: str):
+    "The source of a module of the package and its syntax tree, or None."
+    root = Path(importlib.util.find_spec(PACKAGE).submodule_search_locations[0])
+    path = root.joinpath(*name.split(".")).with_suffix(".py")
+    source = path.read_text(encoding="utf8") if path.is_file() else None
+    return None if source is None else (source, ast.parse(source))
+
+
+@functools.cache
 def code_modules(module: str = "laboratory.blocks") -> tuple[str, ...]:
     """List the modules of the package that a module runs through.
 
@@ -194,15 +203,13 @@ def code_modules(module: str = "laboratory.blocks") -> tuple[str, ...]:
     tuple of str
         That module and all that it imports, directly or not, sorted.
     """
-    root = Path(importlib.util.find_spec(PACKAGE).submodule_search_locations[0])
     found, queue = set(), [module]
     while queue:
         name = queue.pop()
-        path = root.joinpath(*name.split(".")).with_suffix(".py")
-        if name in found or not path.is_file():
+        if name in found or _parsed(name) is None:
             continue
         found.add(name)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        for node in ast.walk(_parsed(name)[1]):
             if isinstance(node, ast.ImportFrom):
                 base = name.split(".")[: -node.level] if node.level else []
                 base += (node.module or "").split(".") if node.module else []
@@ -230,15 +237,13 @@ def code_hash(module: str = "laboratory.blocks") -> str:
     str
         16 hexadecimal digits, the same for all versions of Python.
     """
-    root = Path(importlib.util.find_spec(PACKAGE).submodule_search_locations[0])
     digest = hashlib.sha256()
     for name in code_modules(module):
-        path = root.joinpath(*name.split(".")).with_suffix(".py")
-        digest.update(f"{name}\n{_bare(path.read_text(encoding='utf8'))}\n".encode())
+        digest.update(f"{name}\n{_bare(*_parsed(name))}\n".encode())
     return digest.hexdigest()[:16]
 
 
-def _bare(source: str) -> str:
+def _bare(source: str, tree: ast.AST) -> str:
     "Source code without comments, docstrings and blank lines."
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -246,7 +251,7 @@ def _bare(source: str) -> str:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
             doc = node.body[0]
             if lines[doc.lineno - 1].lstrip()[:1] in ("'", '"'):

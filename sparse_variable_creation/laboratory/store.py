@@ -98,7 +98,8 @@ def _create(path) -> None:
         try:
             base = sqlite3.connect(new)
             base.executescript(
-                f"PRAGMA application_id={MARK}; PRAGMA user_version={VERSION};{SCHEMA}"
+                f"PRAGMA synchronous=OFF; BEGIN; PRAGMA application_id={MARK}; PRAGMA user_version={VERSION};"
+                f"{SCHEMA} COMMIT;"
             )
             base.close()
             with open(new, "rb+") as file:
@@ -154,10 +155,11 @@ class Store:
 
     def declare(self, name: str, config: dict) -> None:
         """Keep the declaration of a sweep, in the place of an earlier one of that name."""
-        with _said(self.path, "written"):
-            self.base.execute(
-                "INSERT OR REPLACE INTO sweep VALUES (?, ?)", (name, _canonical(config))
-            )
+        if self.sweeps().get(name) != config:
+            with _said(self.path, "written"):
+                self.base.execute(
+                    "INSERT OR REPLACE INTO sweep VALUES (?, ?)", (name, _canonical(config))
+                )
 
     def sweeps(self) -> dict:
         """The declared sweeps: their configurations by name."""

@@ -234,13 +234,14 @@ def run(
         check_device(device)
         if workers < 0:
             raise ValueError(f"workers is {workers}: it must be at least 0")
-    report, start, code = Report(), time.perf_counter(), code_hash()
+    report, begun, code = Report(), time.perf_counter(), code_hash()
+    start = time.perf_counter()
     with Store(store, create=True) as base:
         base.declare(sweep.name, sweep.config())
         recorded = base.blocks()
+        report.store_seconds = time.perf_counter() - start
         report.stale = sum(map(len, stale_blocks(sweep, recorded, code).values()))
         rows = {key: block["rows"] for key, block in recorded.items()}
-        report.store_seconds = time.perf_counter() - start
         lines = [cell for n, cell in enumerate(sweep.cells) if n % shard[1] == shard[0] - 1]
         plan = [sweep.line(cell, rows, code) for cell in lines]
         report.found = sum(len(have) for have, _ in plan)
@@ -253,7 +254,7 @@ def run(
                 if mine:
                     mine.close()
     report.complete = not report.other
-    report.seconds = time.perf_counter() - start
+    report.seconds = time.perf_counter() - begun
     return report
 
 
