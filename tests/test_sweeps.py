@@ -292,7 +292,7 @@ def test_commands(tmp_path, svc):
     config, store = tmp_path / "tiny.json", tmp_path / "a.sqlite"
     config.write_text(json.dumps(tiny().config()))
     for i in (1, 2, 3):
-        code, out, _ = svc("run", config, "--store", tmp_path / f"{i}", "--shard", f"{i}/3", "--json")
+        code, out, _ = svc("run", config, "--store", tmp_path / f"{i}", "--shard", f"{i}/3", "--workers", "0", "--json")
         assert code == 0 and json.loads(out)[0]["complete"]
     code, out, _ = svc("merge", store, *(tmp_path / f"{i}" for i in (1, 2, 3)), "--json")
     assert code == 0 and len(json.loads(out)["new"]) == 8
@@ -305,7 +305,7 @@ def test_commands(tmp_path, svc):
     assert {"computed on", "threads", "git", "package", "system"} <= facts["conditions"][0].keys()
     assert svc("export", "nothing", "--store", store)[0] == 2
     assert svc("resume", "nothing", "--store", store)[0] == 2
-    assert svc("run", tmp_path / "t.provenance.json", "--store", store)[0] == 0
+    assert svc("run", tmp_path / "t.provenance.json", "--store", store, "--workers", "0")[0] == 0
     assert svc("status", "--store", tmp_path / "nowhere")[0] == 1
 
 

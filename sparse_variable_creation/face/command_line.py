@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
     SystemExit
         Always, with the exit code.
     """
-    from sparse_variable_creation.face import doctor, sweeps_command_line  # whose commands join the app
+    import sparse_variable_creation.face.doctor  # its command, and those for sweeps, join the app
 
     command = typer.main.get_command(app)
     try:

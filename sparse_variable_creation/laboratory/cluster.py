@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 import torch
 from ..figures import provenance
-from . import blocks
+import sparse_variable_creation.laboratory.blocks as blocks
 
 # %% ../../nbs/laboratory/07_cluster.ipynb #07-cluster-06
 def conditions(device: str = "cpu") -> dict:
@@ -130,9 +130,7 @@ class Pool:
     def __init__(self, size: int, device: str = "cpu"):
         if size < 1:
             raise ValueError(f"size is {size}: at least one process is needed")
-        from sparse_variable_creation.laboratory import (
-            cluster,
-        )  # spawned processes import it by name
+        import sparse_variable_creation.laboratory.cluster as cluster  # spawned processes import it by name
 
         self.module, self.device, self.running = cluster, blocks.check_device(device), {}
         self.slots = size + 1  # one block waits, so that no process does
@@ -225,9 +223,7 @@ class RayWorkers:
             raise ValueError(f"device is {device!r}: on a cluster it must be 'cpu' or 'cuda'")
         if not 0 < gpus <= 1:
             raise ValueError(f"gpus is {gpus}: the share must be above 0 and at most 1")
-        from sparse_variable_creation.laboratory import (
-            cluster,
-        )  # Ray's processes import it by name
+        import sparse_variable_creation.laboratory.cluster as cluster  # Ray's processes import it by name
 
         self.ray, self.device, self.running = ray, device, {}
         self.mine = not ray.is_initialized()

@@ -7,6 +7,7 @@ __all__ = ['sweep_rows', 'check_output', 'export', 'Table', 'read_table', 'audit
 
 # %% ../../nbs/laboratory/10_tables.ipynb #10-tables-04
 import csv, hashlib, importlib.util, io, json, math, os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from .blocks import CELL, code_hash, code_modules, run_block
@@ -77,7 +78,8 @@ def _replace(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(new, path)
     except OSError as error:
-        new.unlink(missing_ok=True)
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written: {error.strerror}") from None
 
 
