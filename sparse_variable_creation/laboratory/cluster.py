@@ -32,7 +32,7 @@ def conditions(device: str = "cpu") -> dict:
     return {
         "computed on": provenance(device),
         "threads": torch.get_num_threads(),
-        "system": platform.platform(terse=True),
+        "system": f"{platform.system()} {platform.machine()}",
         **_revision(),
     }
 
