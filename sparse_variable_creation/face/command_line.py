@@ -15,8 +15,7 @@ from typer.core import TyperCommand
 # %% ../../nbs/face/00_command_line.ipynb #00-command-line-06
 app = typer.Typer(
     name="svc",
-    help="Sparse variable creation: bounds, compiled networks and their certificates, from the command line.",
-    add_completion=False,
+    help="Sparse variable creation: bounds, compiled networks and sweeps, from the command line.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -25,7 +24,7 @@ app = typer.Typer(
 
 @app.callback()
 def _root() -> None:
-    "Sparse variable creation: bounds, compiled networks and their certificates, from the command line."
+    "Sparse variable creation: bounds, compiled networks and sweeps, from the command line."
 
 
 def _fail(message: str, code: int) -> None:
@@ -188,7 +187,11 @@ def main(arguments: list[str] | None = None) -> None:
     SystemExit
         Always, with the exit code.
     """
-    for module in ("compile_command_line",):  # they add their commands to the app
+    for module in (
+        "compile_command_line",
+        "sweeps_command_line",
+        "doctor",
+    ):  # they add their commands to the app
         importlib.import_module(f"sparse_variable_creation.face.{module}")
     command = typer.main.get_command(app)
     try:
