@@ -262,7 +262,7 @@ def read_table(path) -> Table:
 
         return Table(pyarrow.parquet.read_table(pyarrow.BufferReader(data)).to_pylist(), facts)
     kinds = {
-        name: {"int": int, "float": float}.get(kind, str)
+        name: {"int": int, "float": float, "bool": "True".__eq__}.get(kind, str)
         for name, kind in facts["columns"].items()
     }
     read = csv.DictReader(io.StringIO(data.decode()))
