@@ -134,7 +134,7 @@ def test_stale_rows_are_named_and_not_mixed(tmp_path, svc, monkeypatch):
     assert code == 0 and csv.read_bytes() == before
 
 
-BAD_SWEEPS = ["m=0", "m=[]", "m=[8,8]", "T=1", "replicates=0", "replicates=3", "widht=3", "task=or", "lr=0", "heads=3", "T=x", "seed=-1"]
+BAD_SWEEPS = ["m=0", "m=[]", "m=[8,8]", "T=1", "replicates=0", "replicates=3", "widht=3", "task=nor", "lr=0", "heads=3", "T=x", "seed=-1"]
 
 
 @pytest.mark.parametrize("arguments", [*(["--set", one] for one in BAD_SWEEPS), ["--set", "T"], ["--device", "cuda:99"], ["--device", "abacus"],
