@@ -86,7 +86,8 @@ def statements():
     """The labelled statements of the book, label -> what is known of each.
 
     Its code are the exported definitions whose docstring names it, and the page's cells with ``#| builds: label``; its
-    checks are the cells with ``#| checks: label``; ``slack`` says that a cell measures it against its bound.
+    checks are the cells with ``#| checks: label``; ``slack`` says which page measures it
+    against its bound, and from which side that bounds.
     """
     found, uses = {}, []
     for page, cells in chapters():
@@ -105,7 +106,9 @@ def statements():
             uses += [(label, "code", f"{{ref}}`a cell <cell-{cell.id}>`") for label in str(has.get("builds", "")).split()]
             uses += [(label, "checks", (f"cell-{cell.id}", re.sub("^Show the ", "", str(has.get("code-summary", "test")))))
                      for label in str(has.get("checks", "")).split()]
-            uses += [(label, "slack", page) for label in re.findall(r"^\s*slack\(\s*\"([\w-]+)\"", code, re.M)]
+            for call in re.split(r"^\s*(?=slack\()", code, flags=re.M)[1:]:
+                if m := re.match(r'slack\(\s*"([\w-]+)"', call):
+                    uses.append((m[1], "slack", (page, "at least" if "at_least=True" in call.split("\nslack(")[0] else "at most")))
     for label, where, what in uses:
         if label not in found:
             raise ValueError(f"a cell or docstring names the statement {label!r}, which is not in the book")
@@ -241,7 +244,8 @@ def _theorem_map(app, docname, source):
         tests = "; ".join(f"{{ref}}`{summary} <{target}>`" for target, summary in one["checks"])
         lines = [f"*Status:* {one['status']}", f"*Code:* {', '.join(one['code'])}", f"*Checked by:* {tests}"]
         if one["slack"]:
-            lines.append(f"*Observed / bound:* {{glue:text}}`/{one['slack']}.ipynb::slack-{label}:.3g`")
+            where, side = one["slack"]
+            lines.append(f"*Observed / bound ({side}):* {{glue:text}}`/{where}.ipynb::slack-{label}:.3g`")
         source[0] += f"\n:::{{div}} statement\n{{prf:ref}}`{label}` {one['title']}\n:::\n\n" + "\\\n".join(lines) + "\n"
 
 

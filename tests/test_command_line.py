@@ -62,7 +62,7 @@ def test_numbers_are_those_of_the_library(svc, m, vacuous):
 @pytest.mark.parametrize("m,word", [(100, "(vacuous:"), (1e13, "(not vacuous)")])
 def test_text_says_whether_it_is_vacuous(svc, m, word):
     code, out, _ = svc("bound", *NORMS.split(), "--T", 50, "--m", m)
-    assert code == 0 and word in out and all(part in out for part in ("values", "scores", "share", "cut-off", "integral", "confidence"))
+    assert code == 0 and word in out and all(part in out for part in ("values", "scores", "of error", "cut-off", "integral", "confidence"))
 
 
 def test_deep_network_from_norms(svc):
@@ -80,7 +80,7 @@ def test_silent_coverings_are_vacuous(svc, tmp_path):
     save_file(net.state_dict(), tmp_path / "fresh", metadata={"heads": "2"})
     code, out, _ = svc("bound", "--weights", tmp_path / "fresh", "--T", 6, "--m", 100, "--json")
     got = json.loads(out)
-    assert code == 0 and got["vacuous"] and got["gap"] < 1 and got["uncapped"] >= got["output_bound"]
+    assert code == 0 and got["vacuous"] and got["gap"] < 1 and got["entropy_integral"] >= got["output_bound"]
     assert "covering numbers say nothing" in svc("bound", "--weights", tmp_path / "fresh", "--T", 6, "--m", 100)[1]
 
 
@@ -164,3 +164,11 @@ def test_help_is_quick_and_needs_no_torch():
             "except SystemExit as end: assert end.code == 0 and 'torch' not in sys.modules")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "--B-QK21" in done.stdout, done.stderr
+
+
+def test_a_compiled_file_knows_its_length(svc, tmp_path):
+    file = tmp_path / "and.safetensors"
+    assert svc("compile", "x0 & x5", "--length", 30, "--out", file)[0] == 0
+    assert svc("bound", "--weights", file, "--T", 30, "--m", 100)[0] == 0
+    code, out, err = svc("bound", "--weights", file, "--T", 31, "--m", 100)
+    assert (code, out) == (2, "") and "--T is 31" in err and "T = 30" in err

@@ -6,7 +6,7 @@
 __all__ = ['read_weights', 'Bound', 'bound']
 
 # %% ../../nbs/capacity/08_report.ipynb #07-report-04
-import inspect
+import inspect, re
 from dataclasses import dataclass, replace
 from pathlib import Path
 import numpy as np
@@ -91,7 +91,7 @@ class Bound:
             "m": plain(self.m),
             "delta": plain(self.delta),
             "gap_terms": {name: plain(v) for name, v in gap.terms.items()},
-            "uncapped": plain(gap.uncapped),
+            "entropy_integral": plain(gap.uncapped),
             "rademacher": plain(gap.rademacher),
             "gap": plain(gap.gap),
             "loss_bound": plain(gap.loss_bound),
@@ -104,10 +104,10 @@ class Bound:
         r = self.to_dict()
         if np.ndim(r["gap"]):
             return repr(self.gap)
-        lines = [f"{'part':<14}{'term':>12}{'share':>9}{f'nats at error {self.eps:g}':>26}"]
+        lines = [f"{'part':<14}{'term':>12}{'of error':>10}{f'nats at error {self.eps:g}':>26}"]
         for name, term in r["terms"].items():
             lines.append(
-                f"{name:<14}{term:>12.4g}{r['split'][name]:>9.4f}{r['log_coverings'][name]:>26.4g}"
+                f"{name:<14}{term:>12.4g}{r['split'][name]:>10.4f}{r['log_coverings'][name]:>26.4g}"
             )
         lines += [
             f"coefficient (sum of the terms, cubed): {r['coefficient']:.4g}",
@@ -173,6 +173,9 @@ def bound(
         weights, metadata = read_weights(weights)
         if "E" in weights and "heads" not in given and metadata.get("heads", "").isdigit():
             given["heads"] = int(metadata["heads"])
+        own = re.search(r'"T": (\d+)', metadata.get("compiled", ""))
+        if own and int(own[1]) != T:
+            raise ValueError(f"T is {T}: the network in the file was compiled for T = {own[1]}")
     known = inspect.signature(make).parameters
     for name, value in given.items():
         if name not in known or name == "weights":

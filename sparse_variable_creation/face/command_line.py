@@ -7,6 +7,7 @@ __all__ = ['app', 'HEAD', 'DEEP', 'SHAPE', 'main']
 
 # %% ../../nbs/face/00_command_line.ipynb #00-command-line-04
 import importlib, json, re, sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 import typer
@@ -22,8 +23,20 @@ app = typer.Typer(
 )
 
 
+def _version(wanted: bool) -> None:
+    "Print the version and end."
+    if wanted:
+        typer.echo(f"svc {version('sparse-variable-creation')}")
+        raise typer.Exit()
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
     "Sparse variable creation: bounds, compiled networks and sweeps, from the command line."
 
 
@@ -199,6 +212,9 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):  # not an error of the parser
             raise
+        if type(error).__name__ == "NoArgsIsHelpError":  # svc alone: its help, as it is
+            print(error.format_message(), file=sys.stderr)
+            sys.exit(error.exit_code)
         line = " ".join(error.format_message().split())
         if line:
             print(f"svc: {line}", file=sys.stderr)

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['certificate_table']
 
-# %% ../../nbs/face/01_compile_command_line.ipynb #02-compile-command-line-04
+# %% ../../nbs/face/01_compile_command_line.ipynb #01-compile-command-line-04
 import json, math
 from pathlib import Path
 from typing import Annotated
 import typer
 from .command_line import _fail, app
 
-# %% ../../nbs/face/01_compile_command_line.ipynb #02-compile-command-line-06
+# %% ../../nbs/face/01_compile_command_line.ipynb #01-compile-command-line-06
 def certificate_table(certificate, f) -> str:
     """Lay a certificate out as text.
 
@@ -33,9 +33,9 @@ def certificate_table(certificate, f) -> str:
     least = "none" if c.least_beta is None else f"{c.least_beta:.4g}"
     lines = [
         f"function             {c.s} of {c.T} bits, indices {', '.join(map(str, f.indices))}",
-        f"truth table          {table}",
+        f"truth table          {table} (first index: least significant bit)",
         f"construction         {c.construction}, {c.positions} positions, d = {c.d}, seed {c.seed}",
-        f"proved for all 2^{c.T} contexts: {'yes' if c.holds else 'NO'}",
+        f"proved for all 2^{c.T} contexts, in exact arithmetic: {'yes' if c.holds else 'NO'}",
         f"margin               {c.margin:.6g} at least",
         f"off-support mass     {c.off_support_mass:.4g} at most",
         f"gap, spread          {c.gap:.4g} at least, {c.spread:.4g} at most",
@@ -44,12 +44,31 @@ def certificate_table(certificate, f) -> str:
     ]
     for name, value in c.norms.items():
         promise = f"{c.promised[name]:12.4g}" if name in c.promised else f"{'-':>12s}"
-        lines.append(f"{name:<20s} {value:16.4g} {promise}")
+        above = "  above the promise" * (value > c.promised.get(name, math.inf) * (1 + 1e-6))
+        lines.append(f"{name:<20s} {value:16.4g} {promise}{above}")
     return "\n".join([*lines, f"weights              sha256 {c.weights}"])
 
-# %% ../../nbs/face/01_compile_command_line.ipynb #02-compile-command-line-08
+# %% ../../nbs/face/01_compile_command_line.ipynb #01-compile-command-line-08
+def _run(net, count: int) -> dict:
+    "Run a network on contexts in its own number format: as many as asked, and some where it is coarser than float64."
+    from sparse_variable_creation.compiler.certificate import stress
+
+    if not count and str(net.W_K.dtype) != "torch.float64":
+        count = min(5000, max(100, 2**28 // net.T))
+    return {"dtype": str(net.W_K.dtype)[6:], **stress(net, count)} if count else {}
+
+
+def _said(error: Exception) -> str:
+    "What an error says, for a file without the number that the system gives it."
+    name = getattr(error, "filename", None)
+    return (
+        f"{name}: {error.strerror}" if name and getattr(error, "strerror", None) else str(error)
+    )
+
+
 def _report(certificate, f, as_json: bool, **more) -> None:
     "Print a certificate, and what else there is to say."
+    more = {name: value for name, value in more.items() if value}
     if as_json:
         table = "".join(map(str, f.table))
         found = certificate.to_dict() | {"indices": f.indices, "table": table} | more
@@ -61,13 +80,19 @@ def _report(certificate, f, as_json: bool, **more) -> None:
                 value = ", ".join(f"{key} {v}" for key, v in value.items())
             typer.echo(f"{name:<20s} {value}")
 
-# %% ../../nbs/face/01_compile_command_line.ipynb #02-compile-command-line-10
+# %% ../../nbs/face/01_compile_command_line.ipynb #01-compile-command-line-10
 @app.command(
     "compile",
-    help='Compile a formula such as "x3 & (x7 ^ ~x12)" to a bounded-norm Transformer, and prove it right on every context.',
+    help='Compile a formula such as "x3 & (x7 ^ ~x12)" to a bounded-norm Transformer, and prove it right on every context, '
+    "in exact arithmetic with the weights as they are stored.",
 )
 def _compile(
-    formula: Annotated[str, typer.Argument(help="Variables x0, x1, ... and & | ^ ~ ( ) 0 1.")],
+    formula: Annotated[
+        str,
+        typer.Argument(
+            help="Variables x0 to x(T-1), 0, 1, ( ), and ~ before & before ^ before |."
+        ),
+    ],
     length: Annotated[int, typer.Option("--length", help="Context length T.")],
     positions: Annotated[
         str,
@@ -107,11 +132,20 @@ def _compile(
         kind = getattr(torch, dtype)
         net = compile_boolean(f, positions, construction, seed, readout, kind, d, beta)
         certificate = net.certificate()
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         _fail(error, 2)
-    _report(certificate, f, as_json)
+    except (RuntimeError, MemoryError) as error:
+        _fail(f"this could not be computed: {error}", 1)
+    run = _run(net, 0)
+    shape = {"readout": f"heads 1, width {net.width}, depth {net.depth}, {dtype}"}
+    _report(certificate, f, as_json, **shape, run=run)
     if not certificate.holds:
         _fail("the network is not proved right, and nothing is written", 1)
+    if run.get("wrong"):
+        _fail(
+            f"in {dtype} the network is wrong on {run['wrong']} contexts, and nothing is written",
+            1,
+        )
     if out is not None:
         try:
             save_compiled(net, out, certificate)
@@ -120,7 +154,7 @@ def _compile(
         ) as error:  # safetensors has errors of its own for a full or protected disk
             _fail(f"--out {out} cannot be written: {error}", 1)
 
-# %% ../../nbs/face/01_compile_command_line.ipynb #02-compile-command-line-13
+# %% ../../nbs/face/01_compile_command_line.ipynb #01-compile-command-line-13
 @app.command(
     "verify",
     help="Read a compiled network and its certificate, and prove everything again.",
@@ -135,7 +169,6 @@ def _verify(
     "What `svc verify` does with its arguments."
     if run < 0:
         _fail(f"--run is {run}: it must be at least 0", 2)
-    from sparse_variable_creation.compiler.certificate import stress
     from sparse_variable_creation.compiler.files import load_compiled
 
     try:
@@ -143,15 +176,11 @@ def _verify(
         if certificate is None:
             _fail(f"{path} has no certificate: compile it again with svc compile", 1)
         certificate.verify(net)
-    except (ValueError, OSError) as error:
-        _fail(error, 1)
-    found = stress(net, run) if run else {}
-    _report(
-        certificate,
-        net.f,
-        as_json,
-        verified=certificate.holds,
-        **({"run": found} if found else {}),
-    )
-    if not certificate.holds or found.get("wrong"):
+    except (ValueError, OSError, OverflowError, RuntimeError) as error:
+        _fail(_said(error), 1)
+    found = _run(net, run)
+    right = certificate.holds and not found.get("wrong")
+    shape = {"readout": f"heads 1, width {net.width}, depth {net.depth}"}
+    _report(certificate, net.f, as_json, **shape, run=found, verified=right)
+    if not right:
         _fail("the network is not right on every context", 1)
