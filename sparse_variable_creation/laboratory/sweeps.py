@@ -141,12 +141,18 @@ class Report:
 
     Attributes
     ----------
-    computed, found, other
-        Blocks that were computed now, were there before, and were written by another process meanwhile with other rows.
+    computed
+        Blocks that were computed now.
+    found
+        Blocks that were there before.
+    other
+        Blocks that another process wrote meanwhile, with other rows.
     stale
         Blocks of this sweep in the store that were computed by other code, and are not used.
-    seconds, store_seconds
-        Wall time of the run, and the part of it that the store took.
+    seconds
+        Wall time of the run.
+    store_seconds
+        The part of it that the store took.
     complete
         Whether this shard of the sweep is complete.
     """

@@ -369,9 +369,10 @@ class Validation:
 
     Attributes
     ----------
-    history, reached
-        Pairs of a step and the accuracies ``[R]``, NaN for networks that have finished; and the step at which each network
-        first reached the goal, or -1, ``[R]``.
+    history
+        Pairs of a step and the accuracies ``[R]``, NaN for networks that have finished.
+    reached
+        The step at which each network first reached the goal, or -1, ``[R]``.
 
     Raises
     ------
