@@ -35,7 +35,7 @@ class Sweep:
     seed
         The seed from which all others are made.
     **grid
-        A value or a list of values for keys of :data:`~sparse_variable_creation.laboratory.blocks.CELL`; ``m`` may be a
+        A value or a list of values for keys of ``CELL``; ``m`` may be a
         :class:`~sparse_variable_creation.laboratory.search.Search`.
 
     Raises

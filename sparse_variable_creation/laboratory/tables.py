@@ -93,7 +93,7 @@ def check_output(path) -> Path:
 
     Returns
     -------
-    Path
+    pathlib.Path
         The file.
 
     Raises
@@ -231,7 +231,7 @@ class Table:
 
 # %% ../../nbs/laboratory/10_tables.ipynb #10-tables-16
 def read_table(path) -> Table:
-    """Read a table that :func:`export` wrote.
+    """Read a table that :func:`~sparse_variable_creation.laboratory.tables.export` wrote.
 
     Parameters
     ----------

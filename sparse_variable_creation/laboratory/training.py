@@ -356,7 +356,7 @@ def accuracy(ensemble: Stacked, sample: Stack, batch: int = 500) -> Tensor:
 
 # %% ../../nbs/laboratory/03_training.ipynb #03-training-29
 class Validation:
-    """A callback for :func:`train`: a network has finished once it was right often enough on a validation sample.
+    """A callback for :func:`~sparse_variable_creation.laboratory.training.train`: a network has finished once it was right often enough on a validation sample.
 
     Parameters
     ----------
