@@ -137,8 +137,7 @@ def test_notebooks():
 
 
 def export():
-    "Export the modules, clean the notebooks, and spell out the address of settings.ini where a file must."
-    run(tool("nbdev_export"))
+    "Clean the notebooks, export the modules, and spell out the address of settings.ini where a file must."
     for path in notebooks():
         notebook = json.loads(path.read_text(encoding="utf8"))
         for cell in notebook["cells"]:
@@ -147,6 +146,7 @@ def export():
         path.write_text(json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf8")
     for where in ([], ["--fname", "index.ipynb"]):
         run(tool("nbdev_clean"), *where)
+    run(tool("nbdev_export"))  # after the cleaning, which gives ids to cells that have none
     new = re.search(r"^git_url *= *(\S+)", (ROOT / "settings.ini").read_text(), re.M).group(1)
     citation = ROOT / "CITATION.cff"
     old = re.search(r"^repository-code: *(\S+)", citation.read_text(), re.M).group(1)
