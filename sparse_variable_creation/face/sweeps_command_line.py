@@ -161,6 +161,34 @@ def _go(sweeps, store, device, workers, ray, shard, as_json) -> None:
     if any(one["other"] for one in done):
         _fail("another process wrote other rows for the same blocks: see `svc status`", 1)
 
+# %% ../../nbs/face/02_sweeps_command_line.ipynb #01-sweeps-command-line-13a
+def _declared(store) -> list:
+    "The sweeps of a store, each with its state."
+    from sparse_variable_creation.laboratory.blocks import code_hash
+    from sparse_variable_creation.laboratory.store import Store
+    from sparse_variable_creation.laboratory.sweeps import Sweep, stale_blocks
+    from sparse_variable_creation.laboratory.tables import sweep_rows
+
+    with Store(store) as base:
+        declared, recorded = base.sweeps(), base.blocks()
+    code, found = code_hash(), []
+    for config in declared.values():
+        sweep = Sweep(**config)
+        rows, lacking = sweep_rows(sweep, recorded, code)
+        stale = {
+            other: len(keys) for other, keys in stale_blocks(sweep, recorded, code).items()
+        }
+        state = {
+            "sweep": sweep.name,
+            "complete": not lacking,
+            "recorded": len({row["block"] for row in rows}),
+            "lacking": lacking,
+            "stale": stale,
+            "search": sweep.search is not None,
+        }
+        found.append((sweep, state))
+    return found
+
 # %% ../../nbs/face/02_sweeps_command_line.ipynb #01-sweeps-command-line-14
 @app.command(
     "run", help="Run a sweep: compute what the store lacks of it. To resume is to run again."
@@ -217,34 +245,6 @@ def _resume(
         _go(chosen, store, device, workers, ray, shard, as_json)
 
 # %% ../../nbs/face/02_sweeps_command_line.ipynb #01-sweeps-command-line-18
-def _declared(store) -> list:
-    "The sweeps of a store, each with its state."
-    from sparse_variable_creation.laboratory.blocks import code_hash
-    from sparse_variable_creation.laboratory.store import Store
-    from sparse_variable_creation.laboratory.sweeps import Sweep, stale_blocks
-    from sparse_variable_creation.laboratory.tables import sweep_rows
-
-    with Store(store) as base:
-        declared, recorded = base.sweeps(), base.blocks()
-    code, found = code_hash(), []
-    for config in declared.values():
-        sweep = Sweep(**config)
-        rows, lacking = sweep_rows(sweep, recorded, code)
-        stale = {
-            other: len(keys) for other, keys in stale_blocks(sweep, recorded, code).items()
-        }
-        state = {
-            "sweep": sweep.name,
-            "complete": not lacking,
-            "recorded": len({row["block"] for row in rows}),
-            "lacking": lacking,
-            "stale": stale,
-            "search": sweep.search is not None,
-        }
-        found.append((sweep, state))
-    return found
-
-
 @app.command(
     "status", help="Say what a store holds: recorded, lacking and stale blocks of each sweep."
 )
