@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from flint import arb, arb_mat, ctx
 from .compile import CompiledTransformer
+from .promises import coherence_needed
 from sparse_variable_creation.compiler.readouts import (
     PatternReadout,
     PlateauReadout,
@@ -24,10 +25,13 @@ from sparse_variable_creation.compiler.readouts import (
 ctx.prec = max(ctx.prec, 128)  # bits of the ball arithmetic
 
 # %% ../../nbs/compiler/03_certificate.ipynb #03-certificate-06
+@np.errstate(all="ignore")
 def _prepare(net):
-    "What the certificate needs to know of the head, whatever its scale: before the scale, tokens as lists [score, *values]."
+    "What the certificate needs to know of the head, for any scale of one sign: tokens as lists [score before |beta|, *values]."
     joint, I, P = net.construction == "joint", list(net.f.indices), net.positions
     columns = torch.cat([net.W_K, net.W_V], 1).detach().double().cpu()
+    if net.W_Q[2, 0] < 0:  # the scores are |beta| times these
+        columns[:, 0] *= -1
     products = (
         P.scores(columns[3:].T).T.numpy().reshape(net.T, 2 if joint else 1, -1)
     )  # [T, 1 or 2, 1 + k]
@@ -36,6 +40,10 @@ def _prepare(net):
     gamma = 0.0 if P.kind == "one-hot" else n * 2.0**-53 / (1 - n * 2.0**-53)
     error = gamma * math.sqrt(2) * (1 + 1e-9) * columns[3:].norm(dim=0).numpy()
     bit = np.zeros((1, columns.shape[1])) if joint else columns[:2].numpy()
+    if not np.isfinite(products).all() or not np.isfinite(error).all():
+        raise ValueError(
+            "net has weights so large that scores or values leave the range of float64"
+        )
     box, edges, counts = np.zeros((2, columns.shape[1])), np.zeros(0), np.zeros(0, int)
     if len(others):
         ends = outward(others.min((0, 1)) - error, others.max((0, 1)) + error)
@@ -66,6 +74,7 @@ def _prepare(net):
         edges=edges,
         counts=counts,
         box=box[:, 1:],
+        error=float(error[0]),
     )
 
 
@@ -99,6 +108,7 @@ def _sums(net, head, beta, shift, cls_inside):
     )
 
 
+@np.errstate(all="ignore")
 def _evaluate(net, head, beta):
     "The margin and the off-support mass at a scale, by the theorem."
     top = max(
@@ -113,9 +123,9 @@ def _evaluate(net, head, beta):
             (low, high, W), _sums(net, head, beta, head["cls"][0].mid(), True)
         ):
             whole[..., 0] = part[..., 0]
-    if (low[0] <= 0).any() or not np.isfinite(high).all():
+    if (low[0] <= 0).any() or not np.isfinite([*low, *high, W]).all():
         raise ValueError(
-            f"beta is {beta:.4g}: attention weights leave the range of float64, and nothing can be proved"
+            f"beta is {beta:.4g}: attention weights, or values times them, leave the range of float64, and nothing can be proved"
         )
     off = np.nextafter(high[2] + W, np.inf)
     mass = np.nextafter(off / np.nextafter(np.maximum(low[1], 0) + off, -np.inf), np.inf).max()
@@ -135,6 +145,8 @@ def _evaluate(net, head, beta):
         if isinstance(net.readout, PlateauReadout):
             lower, upper = plateau_bounds(net.readout, lower, upper)
     right = np.where(net.f.values.numpy(), lower - 0.5, 0.5 - upper)
+    if not np.isfinite(right).all():
+        raise ValueError("net has weights so large that bounds leave the range of float64")
     return np.nextafter(right, -np.inf).min().item(), min(mass.item(), 1.0)
 
 
@@ -153,8 +165,9 @@ def _gap_and_spread(net, head, beta):
         pairs = [(ones + cls, zeros + rest)]
         level += cls
     gaps = [_ends([a - b])[0].item() for above, below in pairs for a in above for b in below]
-    spread = max((_ends([a - b])[1].item() for a in level for b in level), default=0.0)
-    return min(gaps, default=0.0), spread
+    apart = [a - b for a in level for b in level]
+    spread = max((_ends([x])[1].item() for x in apart if not x.is_zero()), default=0.0)
+    return min(gaps, default=0.0), max(spread, 0.0)
 
 # %% ../../nbs/compiler/03_certificate.ipynb #03-certificate-08
 def fingerprint(net: CompiledTransformer) -> str:
@@ -190,7 +203,7 @@ class Certificate:
     construction, positions, d, seed, T, s
         What was compiled: the construction; kind, dimension and seed of the positions; context length, sparsity.
     beta
-        The scale of the scores.
+        The scale of the scores, of either sign.
     holds
         Whether the network is proved right on all ``2**T`` contexts, in real arithmetic.
     margin
@@ -198,12 +211,15 @@ class Certificate:
     off_support_mass
         An upper bound on the attention outside what the head should look at.
     gap, spread
-        A lower bound on the gap of the scores, and an upper bound on their spread (from their targets), before the scale.
+        A lower bound on the gap of the scores, and an upper bound on their spread (from their targets), before the scale
+        (times its sign).
     least_beta
         A scale at which the network is proved right too, found by bisection: the least one up to 0.1 % of ``beta``, as long
         as the proof gets no easier at lower scales. None if the network is not proved right.
     norms, promised
         The norms of the weights, and what the theorem of the construction promises.
+    dtype, width, depth
+        The dtype of the weights, and the hidden units and hidden layers behind the head.
     weights
         The SHA-256 of the weights, the positions and the function: see :func:`fingerprint`.
     """
@@ -223,7 +239,27 @@ class Certificate:
     least_beta: float | None
     norms: dict
     promised: dict
+    dtype: str
+    width: int
+    depth: int
     weights: str
+
+    heads = 1  # every compiled network has one
+
+    @property
+    def within_promises(self) -> dict[str, bool]:
+        """For each norm that has a promise: whether it is within it, up to the rounding of the weights."""
+        slack = 1 + 4 * torch.finfo(getattr(torch, self.dtype)).eps
+        return {
+            k: v <= self.promised[k] * slack
+            for k, v in self.norms.items()
+            if k in self.promised
+        }
+
+    @property
+    def condition(self) -> float | None:
+        """The coherence up to which the norms are promised (:prf:ref:`prop-incoherent-norms`), or None: no condition."""
+        return coherence_needed(self.construction, self.s, self.positions)
 
     def checksum(self) -> str:
         """The SHA-256 of the contents."""
@@ -251,6 +287,8 @@ class Certificate:
     @classmethod
     def from_dict(cls, content: dict, path="a dictionary") -> "Certificate":
         """Make a certificate of what :meth:`to_dict` gave, from the file ``path``; one that was changed is refused."""
+        if not isinstance(content, dict):
+            raise ValueError(f"path is {path}: this is no certificate, but {content!r:.60}")
         try:
             content = dict(content)
             claimed = content.pop("sha256")
@@ -264,27 +302,50 @@ class Certificate:
         return certificate
 
     def verify(self, net: CompiledTransformer) -> bool:
-        """Prove everything again for ``net``: True, or a ValueError that says what does not agree."""
+        """Prove everything again for ``net``: True, or a ValueError that says what does not agree.
+
+        What is proved again has to be at least as good as what is claimed, without any tolerance. A claim that is weaker
+        than the proof is true, and passes.
+        """
+        if not isinstance(net, CompiledTransformer):
+            raise ValueError(f"net is {net!r}: give a CompiledTransformer")
         if fingerprint(net) != self.weights:
             raise ValueError(
                 "net has other weights, other positions or another function than those that were certified"
             )
-        again = asdict(certify(net))
+        found, head = _prove(net)
+        again = asdict(found)
+        again["least_beta"] = _proved_at(net, head, self.least_beta, found)
         for name, value in asdict(self).items():
-            if not _agree(value, again[name]):
+            if not _agree(name, value, again[name]):
                 raise ValueError(
                     f"{name} is {value} in the certificate, but {again[name]} for the network"
                 )
         return True
 
 
-def _agree(a, b):
-    "Whether two entries are the same, up to the last digits of what is measured."
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_agree(a[k], b[k]) for k in a)
-    if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12)
-    return type(a) is type(b) and a == b
+def _agree(name, a, b):
+    "Whether a claim follows from what is proved again; measured norms may differ in their last digits."
+    if type(a) is not type(b):
+        return False
+    if name in ("margin", "gap"):
+        return a <= b
+    if name in ("off_support_mass", "spread"):
+        return a >= b
+    if name in ("norms", "promised"):
+        return a.keys() == b.keys() and all(
+            type(v) is float and math.isclose(v, b[k], rel_tol=1e-12, abs_tol=0)
+            for k, v in a.items()
+        )
+    return a == b
+
+
+def _proved_at(net, head, beta, found):
+    "The scale ``beta`` if the network is proved right there too, else the least scale that was found."
+    if type(beta) is float and found.holds and 0 <= beta / (found.beta or 1) <= 1:
+        if _evaluate(net, head, abs(beta))[0] > 0:
+            return beta
+    return found.least_beta
 
 # %% ../../nbs/compiler/03_certificate.ipynb #03-certificate-12
 def certify(net: CompiledTransformer) -> Certificate:
@@ -304,15 +365,32 @@ def certify(net: CompiledTransformer) -> Certificate:
     Raises
     ------
     ValueError
-        If there are detectors for more than 13 bits, the weights are not finite, or not those of a compiled network.
+        If ``net`` is no compiled network, there are detectors for more than 13 bits, the weights are not finite or not those
+        of a compiled network, or scores, values or attention weights leave the range of float64.
     """
+    found, head = _prove(net)
+    err, shrink = head["error"], 2.0**-36
+    found.margin -= shrink * abs(found.margin)
+    found.gap -= shrink * abs(found.gap) + err
+    found.off_support_mass = min(found.off_support_mass * (1 + shrink), 1.0)
+    found.spread *= 1 + shrink
+    if net.positions.kind not in ("one-hot", "random-sign"):
+        found.spread += err  # two evaluations of a sine may differ
+    return found
+
+
+def _prove(net):
+    "All that is proved of a network, as a certificate, and what :func:`_prepare` returned."
+    if not isinstance(net, CompiledTransformer):
+        raise ValueError(f"net is {net!r}: give a CompiledTransformer")
     if isinstance(net.readout, PatternReadout) and net.s > 13:
         raise ValueError(
             f"net has detectors for s = {net.s} bits: at most 13 can be certified, at a cost of 4**s; compile with 'weighted'"
         )
     if not all(p.isfinite().all() for p in net.parameters()):
         raise ValueError("net has weights that are not finite")
-    head, beta, least = _prepare(net), net.W_Q[2, 0].double().item(), None
+    head, signed, least = _prepare(net), net.W_Q[2, 0].double().item(), None
+    beta, sign = abs(signed), math.copysign(1.0, signed)
     margin, mass = _evaluate(net, head, beta)
     if margin > 0:
         least, fails = beta, 0.0
@@ -322,11 +400,12 @@ def certify(net: CompiledTransformer) -> Certificate:
             middle = (least + fails) / 2
             passes = _evaluate(net, head, middle)[0] > 0
             least, fails = (middle, fails) if passes else (least, middle)
+        least = least * sign
     P, (gap, spread) = net.positions, _gap_and_spread(net, head, beta)
-    found = (net.T, net.s, beta, margin > 0, margin, mass, gap, spread, least, net.norms())
-    return Certificate(
-        net.construction, P.kind, P.d, P.seed, *found, dict(net.promised), fingerprint(net)
-    )
+    found = (net.T, net.s, signed, margin > 0, margin, mass, gap, spread, least, net.norms())
+    more = (str(net.W_K.dtype).removeprefix("torch."), net.width, net.depth, fingerprint(net))
+    start = (net.construction, P.kind, P.d, P.seed)
+    return Certificate(*start, *found, dict(net.promised), *more), head
 
 # %% ../../nbs/compiler/03_certificate.ipynb #03-certificate-18
 def stress(
@@ -339,24 +418,33 @@ def stress(
     net
         The network.
     count
-        How many contexts to make for larger ``T``.
+        How many contexts to make for larger ``T``: the patterns in turn, the other bits filled in
+        one of several adversarial ways or at random, and a few of them flipped.
     seed
         Seed of the random bits and of the order of the patterns.
     size
-        Contexts at a time.
+        Contexts at a time, at most; fewer where ``T`` is so large that they would take more than ``2**26`` numbers.
 
     Returns
     -------
     dict
         ``inputs``, the number of contexts, ``exhaustive``, whether they are all, ``wrong``, the number of wrong labels, and
         ``margin``, the smallest distance from 1/2 on the right side, negative where a label is wrong.
+
+    Raises
+    ------
+    ValueError
+        If ``net`` is no compiled network, or ``count`` or ``size`` is no whole number above 0.
     """
+    if not isinstance(net, CompiledTransformer):
+        raise ValueError(f"net is {net!r}: give a CompiledTransformer")
+    for name, n in (("count", count), ("size", size)):
+        if type(n) is not int or n < 1:
+            raise ValueError(f"{name} is {n!r}: it must be a whole number, at least 1")
     T, I, device = net.T, list(net.f.indices), net.W_K.device
     exhaustive, g = T <= 16, torch.Generator().manual_seed(seed)
     total, wrong, margin = 2**T if exhaustive else count, 0, math.inf
-    scores = net.ratio().scores
-    loud = (scores[1] >= scores[0]).to(torch.uint8)
-    fills = [torch.zeros_like(loud), torch.ones_like(loud), loud, 1 - loud]
+    size, fills = min(size, max(1, 2**26 // T)), _adversaries(net)
     start = int(torch.randint(2**net.s, (1,), generator=g))
     for first in range(0, total, size):
         n = torch.arange(first, min(first + size, total))
@@ -364,14 +452,36 @@ def stress(
             bits = (n[:, None] >> torch.arange(T) & 1).to(device, torch.uint8)
         else:
             bits = torch.randint(0, 2, (len(n), T), generator=g, dtype=torch.uint8).to(device)
+            kinds = n % (len(fills) + 1)
             for kind, fill in enumerate(fills):
-                bits[kind::5] = fill
-            pattern = (start + n // 5)[:, None] >> torch.arange(net.s) & 1
+                bits[(kinds == kind).to(device)] = fill
+            flip = torch.randint(T, (len(n), 3), generator=g).to(device)
+            late = n >= 2**net.s * (
+                len(fills) + 1
+            )  # all patterns were there: from now on no two are alike
+            flipped = 1 - bits.gather(1, flip)
+            bits = torch.where(late.to(device)[:, None], bits.scatter(1, flip, flipped), bits)
+            pattern = (start + n // (len(fills) + 1))[:, None] >> torch.arange(net.s) & 1
             bits[:, I] = pattern.to(device, torch.uint8)
-        out, truth = net(bits).double(), net.f(bits)
-        right = torch.where(truth, out - 0.5, 0.5 - out)
-        wrong, margin = (
-            wrong + int((net.predict(bits) != truth).sum()),
-            min(margin, right.min().item()),
-        )
+        out, truth = net(bits), net.f(bits)
+        wrong += int(((out > 0.5) != truth).sum())
+        right = torch.where(truth, out.double() - 0.5, 0.5 - out.double())
+        margin = min(margin, right.min().item())
     return {"inputs": total, "exhaustive": exhaustive, "wrong": wrong, "margin": margin}
+
+
+def _adversaries(net):
+    "Ways to fill the bits outside the support, shape [n, T]: all 0, all 1, heard most or least, pulling each value up or down."
+    ratio = net.ratio()
+    scores, values = ratio.scores.detach(), ratio.values.detach()
+    loud = scores[1] >= scores[0]
+    fills = [torch.zeros_like(loud), torch.ones_like(loud), loud, ~loud]
+    middle = 0.0
+    weight = torch.exp(scores - scores.max()).double()
+    for column in range(values.shape[-1]):
+        v = values[..., column].double()
+        if len(net.f.indices):
+            middle = v[:, list(net.f.indices)].mean()
+        pull = weight * (v - middle)
+        fills += [pull[1] >= pull[0], pull[1] < pull[0]]
+    return torch.stack(fills).to(torch.uint8)
