@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from .certificate import Certificate
-from .compile import DTYPES, CompiledTransformer, _rebuild
+from .compile import CompiledTransformer, _rebuild
+from .limits import DTYPES
 from ..foundations.boolean import SparseBoolean
 
 # %% ../../nbs/compiler/04_files.ipynb #04-files-06
