@@ -6,13 +6,14 @@
 __all__ = ['save_compiled', 'load_compiled']
 
 # %% ../../nbs/compiler/04_files.ipynb #04-files-04
-import json, math
+import json
 from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from .certificate import Certificate
-from .compile import CompiledTransformer, compile_boolean
+from .compile import CompiledTransformer, _rebuild
+from .limits import DTYPES
 from ..foundations.boolean import SparseBoolean
 
 # %% ../../nbs/compiler/04_files.ipynb #04-files-06
@@ -34,16 +35,33 @@ def save_compiled(
     -------
     None
         The file is written.
+
+    Raises
+    ------
+    ValueError
+        If ``net`` is no compiled network, its weights have several dtypes or one that cannot be compiled, or are not finite.
     """
+    if not isinstance(net, CompiledTransformer):
+        raise ValueError(f"net is {net!r}: give a CompiledTransformer")
+    state = {name: weight.contiguous() for name, weight in net.state_dict().items()}
+    dtypes = {weight.dtype for weight in state.values()}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"net has weights of {found}: one floating-point dtype is written")
+    if not all(weight.isfinite().all() for weight in state.values()):
+        raise ValueError("net has weights that are not finite")
+    text = {"compiled": json.dumps(_recipe(net))}
+    if certificate is not None:
+        text["certificate"] = json.dumps(certificate.to_dict())
+    save_file(state, path, metadata=text)
+
+
+def _recipe(net):
+    "What a network was compiled from, and its scale."
     f, P = net.f, net.positions
     recipe = dict(format=1, T=f.T, indices=f.indices, table="".join(map(str, f.table)))
     recipe |= dict(positions=P.kind, d=P.d, seed=P.seed, construction=net.construction)
-    recipe |= dict(beta=net.beta, dtype=str(net.W_K.dtype).removeprefix("torch."))
-    text = {"compiled": json.dumps(recipe)}
-    if certificate is not None:
-        text["certificate"] = json.dumps(certificate.to_dict())
-    state = {name: weight.contiguous() for name, weight in net.state_dict().items()}
-    save_file(state, path, metadata=text)
+    return recipe | dict(beta=net.beta, dtype=str(net.W_K.dtype).removeprefix("torch."))
 
 # %% ../../nbs/compiler/04_files.ipynb #04-files-09
 def load_compiled(path: str | Path) -> tuple[CompiledTransformer, Certificate | None]:
@@ -83,25 +101,29 @@ def load_compiled(path: str | Path) -> tuple[CompiledTransformer, Certificate | 
         )
     try:
         recipe = json.loads(text["compiled"])
-        if (version := recipe.pop("format")) != 1:
+        if not isinstance(recipe, dict):
+            raise ValueError(f"its recipe is {recipe!r:.60}")
+        if (version := recipe["format"]) != 1:
             raise ValueError(f"its format is {version}, and this library reads 1")
         f = SparseBoolean(recipe["indices"], [int(v) for v in recipe["table"]], recipe["T"])
-        kind = recipe["positions"]
-        net = compile_boolean(
-            f,
-            kind,
-            recipe["construction"],
-            seed=recipe["seed"],
-            dtype=getattr(torch, recipe["dtype"]),
-            d=None if kind == "one-hot" else recipe["d"],
-            beta=recipe["beta"],
-            least_gap=-math.inf,
+        dtype = getattr(torch, recipe["dtype"])
+        net = _rebuild(
+            f, recipe["positions"], recipe["construction"], recipe["seed"], dtype, recipe["d"]
         )
+        for name, weight in state.items():
+            if weight.dtype != dtype:
+                raise ValueError(f"dtype is {recipe['dtype']}, but {name} is {weight.dtype}")
         net.load_state_dict(state)
+        true = json.loads(json.dumps(_recipe(net)))
+        for name in sorted(true.keys() | recipe.keys()):
+            claimed, is_ = json.dumps(recipe.get(name)), json.dumps(true.get(name))
+            if name not in true or claimed != is_:
+                raise ValueError(f"{name} is {claimed}, and by the weights it is {is_}")
+        stored = text.get("certificate")
+        stored = None if stored is None else json.loads(stored)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise ValueError(
             f"path is {path}: the file does not hold what it says ({reason})"
         ) from error
-    stored = text.get("certificate")
-    return net, None if stored is None else Certificate.from_dict(json.loads(stored), str(path))
+    return net, None if "certificate" not in text else Certificate.from_dict(stored, str(path))

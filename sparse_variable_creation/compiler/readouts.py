@@ -6,7 +6,7 @@
 __all__ = ['PlateauReadout', 'PatternReadout', 'column_weights', 'applicable', 'outward', 'plateau_bounds', 'pattern_bounds']
 
 # %% ../../nbs/compiler/01_readouts.ipynb #01-readouts-04
-import math
+import math, sys
 from collections.abc import Sequence
 from functools import lru_cache
 import numpy as np
@@ -130,12 +130,18 @@ def column_weights(f: SparseBoolean) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=4096)
 def _choices(table):
-    "The weights of the halfspace with this table, or None, and the widths of all constructions."
+    "The weights of the halfspace with this table, or None; the widths of all constructions; whether it stayed undecided."
     values, s = torch.tensor(table), len(table).bit_length() - 1
     found = {"weighted": 2 * int(values.diff().ne(0).sum())}
     found["gated"] = found["joint"] = 2 * s + min(sum(table), len(table) - sum(table))
+    undecided = False
     if not is_symmetric(values):
-        weights = is_halfspace(values)
+        try:
+            weights = is_halfspace(values)
+        except (
+            RuntimeError
+        ):  # neither weights nor a proof that there are none: not taken for one
+            weights, undecided = None, True
     else:
         profile = [table[(1 << n) - 1] for n in range(s + 1)]
         k, steps = profile.count(profile[0]), sum(a != b for a, b in zip(profile, profile[1:]))
@@ -145,7 +151,7 @@ def _choices(table):
         )  # one step, after k values
         if steps != 1:
             weights = None if steps else (2 * profile[0] - 1, *[0] * s)
-    return weights, found if weights is None else {"threshold": 0} | found
+    return weights, found if weights is None else {"threshold": 0} | found, undecided
 
 # %% ../../nbs/compiler/01_readouts.ipynb #01-readouts-18
 def applicable(f: SparseBoolean) -> dict[str, int]:
@@ -237,8 +243,15 @@ def plateau_bounds(
 
 def _enclose(rationals):
     "Floats on both sides of exact rational numbers."
-    nearest = np.array([int(q.p) / int(q.q) for q in rationals])
-    return outward(nearest, nearest)
+    low, high = [], []
+    for q in rationals:
+        try:
+            nearest = int(q.p) / int(q.q)
+            low.append(nearest), high.append(nearest)
+        except OverflowError:  # beyond the largest float
+            low.append(sys.float_info.max if q > 0 else -math.inf)
+            high.append(math.inf if q > 0 else -sys.float_info.max)
+    return outward(np.array(low), np.array(high))
 
 # %% ../../nbs/compiler/01_readouts.ipynb #01-readouts-28
 def pattern_bounds(

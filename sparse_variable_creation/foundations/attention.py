@@ -136,11 +136,18 @@ class RatioForm:
             0.8 * math.log(torch.finfo(self.scores.dtype).max),
         )
 
-    def __call__(self, bits: Tensor) -> Tensor:
-        """The head before its activation at ``bits`` of shape ``[..., T]``; the result has shape ``[..., k]``."""
+    def __call__(self, bits: Tensor, size: int | None = None) -> Tensor:
+        """The head before its activation at ``bits`` of shape ``[..., T]``, ``size`` contexts at a time; shape ``[..., k]``."""
         check_bits(bits, self.scores.shape[1])
         lo, hi, safe = self.range()
-        if hi - lo > 2 * safe:  # no single shift fits: each context has its own
+        table = None if hi - lo > 2 * safe else self.affine()
+        contexts = bits.reshape(-1, bits.shape[-1])
+        parts = contexts.split(size or max(1, len(contexts)))
+        said = torch.cat([self._average(part, table) for part in parts])
+        return said.reshape(*bits.shape[:-1], said.shape[-1])
+
+    def _average(self, bits, table):
+        if table is None:  # no single shift fits: each context has its own
             scores = torch.where(bits.bool(), self.scores[1], self.scores[0])
             weights = torch.softmax(
                 torch.cat([scores, self.cls_score.expand(*scores.shape[:-1], 1)], -1), -1
@@ -151,7 +158,7 @@ class RatioForm:
                 + weights[..., -1:] * self.cls_value
             )
         x = bits.to(self.scores.dtype)
-        sums = torch.cat([x, 1 - x, torch.ones_like(x[..., :1])], -1) @ self.affine()
+        sums = torch.cat([x, 1 - x, torch.ones_like(x[..., :1])], -1) @ table
         return sums[..., :-1] / sums[..., -1:]
 
 # %% ../../nbs/foundations/01_attention.ipynb #01-attention-15

@@ -31,10 +31,12 @@ def check_indices(indices: Sequence[int], T: int) -> None:
     ValueError
         If ``T`` is no whole number or below 1, or a position is no whole number, repeats, or lies outside 0 to ``T - 1``.
     """
-    if not isinstance(T, int) or T < 1:
+    if not isinstance(T, int) or isinstance(T, bool) or T < 1:
         raise ValueError(f"T is {T}: the context length must be a whole number, at least 1")
     allowed = f"give distinct positions from 0 to T - 1 = {T - 1}"
-    if not hasattr(indices, "__len__") or not all(hasattr(i, "__index__") for i in indices):
+    if not hasattr(indices, "__len__") or any(
+        not hasattr(i, "__index__") or isinstance(i, bool) for i in indices
+    ):
         raise ValueError(f"indices is {indices}: {allowed}")
     whole = [operator.index(i) for i in indices]
     if len(set(whole)) < len(whole) or not all(0 <= i < T for i in whole):
@@ -56,6 +58,8 @@ def check_bits(bits: Tensor, T: int) -> None:
     ValueError
         If the last dimension is not ``T``, or a value is neither 0 nor 1.
     """
+    if not isinstance(bits, Tensor):
+        raise ValueError(f"bits is {bits!r:.60}: give a tensor of zeros and ones")
     if bits.ndim < 1 or bits.shape[-1] != T:
         raise ValueError(
             f"bits has shape {list(bits.shape)}: its last dimension must be the context length T = {T}"
@@ -292,7 +296,10 @@ class SparseBoolean:
         check_indices(self.indices, self.T)
         check_sparsity(len(self.indices))
         object.__setattr__(self, "indices", tuple(int(i) for i in self.indices))
-        table = self.table.tolist() if hasattr(self.table, "tolist") else list(self.table)
+        table = self.table.tolist() if hasattr(self.table, "tolist") else self.table
+        if not isinstance(table, (list, tuple, range)):
+            raise ValueError(f"table is {table!r}: give 2**s = {2**self.s} zeros and ones")
+        table = list(table)
         wrong = [v for v in table if not isinstance(v, (int, float, Tensor)) or v not in (0, 1)]
         if len(table) != 2**self.s or wrong:
             found = f"the value {wrong[0]!r}" if wrong else f"{len(table)} entries"
@@ -349,6 +356,8 @@ class SparseBoolean:
         """Make a symmetric function: ``values[c]`` is its value at ``c`` ones, ``c`` from 0 to ``s``."""
         check_indices(indices, T)
         check_sparsity(len(indices))
+        if not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
+            raise ValueError(f"values is {values!r}: give s + 1 = {len(indices) + 1} values")
         if len(values) != len(indices) + 1:
             raise ValueError(
                 f"values has {len(values)} entries: give s + 1 = {len(indices) + 1}, one for each count of ones"
