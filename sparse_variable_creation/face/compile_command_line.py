@@ -46,6 +46,8 @@ def certificate_table(certificate, f) -> str:
         promise = f"{c.promised[name]:12.4g}" if name in c.promised else f"{'-':>12s}"
         above = "  above the promise" * (value > c.promised.get(name, math.inf) * (1 + 1e-6))
         lines.append(f"{name:<20s} {value:16.4g} {promise}{above}")
+    if c.condition is not None:
+        lines.append(f"promised if the coherence of the positions is at most {c.condition:.3g}")
     return "\n".join([*lines, f"weights              sha256 {c.weights}"])
 
 # %% ../../nbs/face/01_compile_command_line.ipynb #01-compile-command-line-08
