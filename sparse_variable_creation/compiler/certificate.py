@@ -249,7 +249,7 @@ class Certificate:
 
     @property
     def within_promises(self) -> dict[str, bool]:
-        """For each norm that has a promise: whether it is within it, up to the rounding of the weights."""
+        """Whether each norm that has a promise is within it, up to the rounding of the weights."""
         slack = 1 + 4 * torch.finfo(getattr(torch, self.dtype)).eps
         return {
             k: v <= self.promised[k] * slack
@@ -259,7 +259,7 @@ class Certificate:
 
     @property
     def condition(self) -> float | None:
-        """The coherence up to which the norms are promised (:prf:ref:`prop-incoherent-norms`), or None: no condition."""
+        """The coherence up to which the norms are promised (:prf:ref:`prop-incoherent-norms`), or None if there is no condition."""
         return coherence_needed(self.construction, self.s, self.positions)
 
     def checksum(self) -> str:
