@@ -321,6 +321,14 @@ def test_parquet(tmp_path):
     assert (tmp_path / "a.parquet").read_bytes() == first
 
 
+def test_replicates_need_no_block():
+    assert [Sweep(task="and", T=[20], m=[32], replicates=r).block for r in (1, 4, 20, 48)] == [1, 4, 4, 16]
+    assert named_sweep("and", "quick", {"replicates": 4}).block == 4
+    for twice in (dict(T=[4, 4.0]), dict(lr=[1, 1.0])):
+        with pytest.raises(ValueError, match="twice"):
+            Sweep(**{"T": 20, "m": 32} | twice)
+
+
 def test_named_sweeps_can_be_declared():
     for name, profiles in NAMED.items():
         for profile in profiles:

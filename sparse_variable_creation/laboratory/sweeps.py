@@ -31,7 +31,7 @@ class Sweep:
     replicates
         How many in each cell, a multiple of ``block``.
     block
-        How many are trained together.
+        How many are trained together; where nothing is said, the largest power of two up to 16 that divides ``replicates``.
     seed
         The seed from which all others are made.
     **grid
@@ -49,15 +49,20 @@ class Sweep:
         *,
         name: str = "sweep",
         replicates: int = 16,
-        block: int = 16,
+        block: int | None = None,
         seed: int = 0,
         **grid,
     ):
-        for key, value in (("replicates", replicates), ("block", block), ("seed", seed)):
+        for key, value in (
+            ("replicates", replicates),
+            ("block", 1 if block is None else block),
+            ("seed", seed),
+        ):
             if isinstance(value, bool) or not isinstance(value, int) or value < (key != "seed"):
                 raise ValueError(
                     f"{key} is {value!r}: a whole number, at least {int(key != 'seed')}, is needed"
                 )
+        block = math.gcd(replicates, 16) if block is None else block
         if replicates % block:
             raise ValueError(
                 f"replicates is {replicates}: it must be a multiple of block = {block}"
@@ -90,6 +95,10 @@ class Sweep:
         self.cells = [
             check_cell(dict(zip(axes, values))) for values in itertools.product(*axes.values())
         ]
+        if len(set(map(repr, self.cells))) < len(self.cells):
+            raise ValueError(
+                f"the grid {grid} has a cell twice: give each value once, in one spelling"
+            )
         order = list(CELL)
         self.cells.sort(
             key=lambda cell: [
@@ -388,4 +397,7 @@ def named_sweep(name: str, profile: str = "quick", changes: dict | None = None) 
         raise ValueError(f"name is {name!r}: there are {', '.join(NAMED)}")
     if profile not in NAMED[name]:
         raise ValueError(f"profile is {profile!r}: there are {', '.join(NAMED[name])}")
-    return Sweep(**({"name": f"{name}-{profile}"} | NAMED[name][profile] | (changes or {})))
+    values, changes = dict(NAMED[name][profile]), changes or {}
+    if "replicates" in changes:
+        del values["block"]  # it may not divide them
+    return Sweep(**({"name": f"{name}-{profile}"} | values | changes))
