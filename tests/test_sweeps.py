@@ -336,12 +336,9 @@ def test_named_sweeps_can_be_declared():
 
 
 def test_the_store_takes_little_time(tmp_path):
-    "Under 2 % of a quick sweep, in the best of at most three runs: what else the disk has to do can only add."
-    shares = []
-    while not shares or (min(shares) >= 0.02 and len(shares) < 3):
-        report = run(named_sweep("and", "quick"), tmp_path / f"{len(shares)}.sqlite")
-        shares.append(report.store_seconds / report.seconds)
-    assert min(shares) < 0.02, shares
+    "Under 2 % of a quick sweep."
+    report = run(named_sweep("and", "quick"), tmp_path / "a.sqlite")
+    assert report.store_seconds < 0.02 * report.seconds, report
 
 
 RECORDED = [p.parent / (p.name.replace(".provenance.json", e)) for p in (ROOT / "results").glob("*.provenance.json") for e in (".csv", ".parquet")]
