@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from ..foundations.boolean import check_bits
 from ..foundations.positions import KINDS, Positions
+from .tasks import seed_for
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu}
 
@@ -274,10 +275,8 @@ def dense_logits(
     Tensor
         The logits, shape ``[..., B]``; or attention weights, ``[..., B, heads, T + 1]``.
     """
-    E, P, n = p["E"].unsqueeze(-3), p["P"].unsqueeze(-3), a.T + 1
-    tokens = (
-        torch.where(bits.bool().unsqueeze(-1), E[..., 1:, :], E[..., :1, :]) + P[..., :-1, :]
-    )
+    E, P, B, n = p["E"].unsqueeze(-3), p["P"].unsqueeze(-3), bits.shape[-2], a.T + 1
+    tokens = torch.where(bits.bool()[..., None], E[..., 1:, :], E[..., :1, :]) + P[..., :-1, :]
     cls = (p["c"].unsqueeze(-2).unsqueeze(-2) + P[..., -1:, :]).expand(
         *tokens.shape[:-2], 1, a.d
     )
@@ -294,16 +293,15 @@ def dense_logits(
         u = layer_norm(q, h, 1) if a.norm == "pre" else h
         query = affine(cls_row(u) if last and cls_only else u, q["W_Q"], q["b_Q"])
         split = lambda x: (
-            x.unflatten(-2, (bits.shape[-2], -1)).unflatten(-1, (a.heads, -1)).transpose(-2, -3)
+            x.unflatten(-2, (B, -1)).unflatten(-1, (a.heads, -1)).transpose(-2, -3)
         )
         query, key = split(query), split(u @ q["W_K"])  # [..., B, H, T + 1, d / H]
         value = split(affine(u, q["W_V"], q["b_V"]))
+        look = lambda x: torch.softmax(x @ key.mT / (a.d / a.heads) ** 0.5, -1)
         if weights and last:
-            scores = query[..., -1:, :] @ key.transpose(-1, -2) / (a.d / a.heads) ** 0.5
-            return torch.softmax(scores, -1).squeeze(-2)
+            return look(query[..., -1:, :]).squeeze(-2)
         if generators is not None and a.dropout:
-            seen = torch.softmax(query @ key.transpose(-1, -2) / (a.d / a.heads) ** 0.5, -1)
-            mix = drop(seen, a.dropout, generators, last) @ value
+            mix = drop(look(query), a.dropout, generators, last) @ value
         else:
             flat = (x.flatten(0, -4) for x in (query, key, value))
             mix = F.scaled_dot_product_attention(*flat).reshape(query.shape)
@@ -328,8 +326,8 @@ class Transformer(nn.Module):
     T, d, heads, mlp_width, layers, norm, positions, dropout, activation
         As in :class:`Architecture`.
     seed
-        The seed of the initial weights, of random fixed positions, and of dropout. Its masks, and nothing else that is
-        random, are drawn on the network's device and differ between devices.
+        The seed of the initial weights; random fixed positions and the masks of dropout have seeds made from it. The
+        masks, and nothing else that is random, are drawn on the network's device and differ between devices.
     init
         ``"small"``: all weights normal with standard deviation 0.02. ``"fan-in"``: matrices with variance 1 over their
         number of rows, token and position vectors with standard deviation 1. Biases start at 0, LayerNorm gains at 1.
@@ -375,7 +373,8 @@ class Transformer(nn.Module):
             weights |= {before + name: shape for name, shape in block.items()}
             biases |= {before + name: size for name, size in biases.items() if name[0] == "b"}
         if positions != "learned":
-            self.register_buffer("P", fixed_positions(positions, T, d, seed))
+            rows = fixed_positions(positions, T, d, seed_for("positions", seed))
+            self.register_buffer("P", rows)
             del weights["P"]
         for name, shape in weights.items():
             std = 0.02 if init == "small" else 1.0 if name in tokens else shape[0] ** -0.5
@@ -395,6 +394,7 @@ class Transformer(nn.Module):
         generator = None
         if self.training and self.architecture.dropout and not return_attention:
             if self.generator is None or self.generator.device != bits.device:
-                self.generator = torch.Generator(bits.device).manual_seed(self.seed)
+                masks = seed_for("dropout", self.seed)
+                self.generator = torch.Generator(bits.device).manual_seed(masks)
             generator = self.generator
         return dense_logits(p, bits, self.architecture, generator, weights=return_attention)
