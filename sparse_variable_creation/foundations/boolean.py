@@ -6,12 +6,11 @@
 __all__ = ['check_indices', 'check_bits', 'check_sparsity', 'parse_formula', 'formula_table', 'tabulate', 'SparseBoolean']
 
 # %% ../../nbs/foundations/00_boolean.ipynb #00-boolean-04
-import itertools
-import operator
-import re
+import itertools, operator, re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 import torch
 from torch import Tensor
 
@@ -34,9 +33,8 @@ def check_indices(indices: Sequence[int], T: int) -> None:
     if not isinstance(T, int) or isinstance(T, bool) or T < 1:
         raise ValueError(f"T is {T}: the context length must be a whole number, at least 1")
     allowed = f"give distinct positions from 0 to T - 1 = {T - 1}"
-    if not hasattr(indices, "__len__") or any(
-        not hasattr(i, "__index__") or isinstance(i, bool) for i in indices
-    ):
+    odd = lambda i: not hasattr(i, "__index__") or isinstance(i, bool)
+    if not hasattr(indices, "__len__") or any(map(odd, indices)):
         raise ValueError(f"indices is {indices}: {allowed}")
     whole = [operator.index(i) for i in indices]
     if len(set(whole)) < len(whole) or not all(0 <= i < T for i in whole):
@@ -61,9 +59,7 @@ def check_bits(bits: Tensor, T: int) -> None:
     if not isinstance(bits, Tensor):
         raise ValueError(f"bits is {bits!r:.60}: give a tensor of zeros and ones")
     if bits.ndim < 1 or bits.shape[-1] != T:
-        raise ValueError(
-            f"bits has shape {list(bits.shape)}: its last dimension must be the context length T = {T}"
-        )
+        raise ValueError(f"bits has shape {list(bits.shape)}: its last size must be T = {T}")
     if bits.dtype == torch.bool or not bits.numel():
         return
     if bits.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
@@ -212,25 +208,21 @@ def formula_table(text: str, T: int) -> tuple[list[int], list[int]]:
     return indices, [int(v) for v in reversed(f"{stack[0]:0{size}b}")]
 
 # %% ../../nbs/foundations/00_boolean.ipynb #00-boolean-24
+def _closed(operation):
+    "An operation on whole numbers that gives a bit where its value is one."
+    bit = lambda value: _Bit(value) if value in (0, 1) else value
+    return lambda self, other: bit(operation(int(self), int(other)))
+
+
 class _Bit(int):
     "A bit: the number 0 or 1, whose ``~`` is its negation."
 
     def __invert__(self):
         return _Bit(1 - self)
 
-    def __and__(self, other):
-        both = int(self) & int(other)
-        return _Bit(both) if both in (0, 1) else both
-
-    def __or__(self, other):
-        either = int(self) | int(other)
-        return _Bit(either) if either in (0, 1) else either
-
-    def __xor__(self, other):
-        one = int(self) ^ int(other)
-        return _Bit(one) if one in (0, 1) else one
-
-    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+    __and__ = __rand__ = _closed(operator.and_)
+    __or__ = __ror__ = _closed(operator.or_)
+    __xor__ = __rxor__ = _closed(operator.xor)
 
 
 def tabulate(fn: Callable[..., int], s: int) -> list[int]:
@@ -307,8 +299,7 @@ class SparseBoolean:
         object.__setattr__(self, "table", tuple(int(v) for v in table))
 
     def __repr__(self):
-        ones = f"<{2**self.s} values, {sum(self.table)} ones>"
-        table = self.table if self.s <= 5 else ones
+        table = self.table if self.s <= 5 else f"<{2**self.s} values, {sum(self.table)} ones>"
         return f"SparseBoolean(indices={self.indices}, table={table}, T={self.T})"
 
     @property
@@ -326,14 +317,12 @@ class SparseBoolean:
         return self._lookup.clone()
 
     @classmethod
-    def from_table(
-        cls, table: Sequence[int] | Tensor, indices: Sequence[int], T: int
-    ) -> "SparseBoolean":
+    def from_table(cls, table: Sequence[int] | Tensor, indices: Sequence[int], T: int) -> Self:
         """Make a function from its truth table of length ``2**s``."""
         return cls(indices, table, T)
 
     @classmethod
-    def from_formula(cls, text: str, T: int) -> "SparseBoolean":
+    def from_formula(cls, text: str, T: int) -> Self:
         """Make a function from a formula such as ``x3 & (x7 ^ ~x12)``: see :func:`~sparse_variable_creation.foundations.boolean.parse_formula`.
 
         Its positions are those that the formula names, in increasing order.
@@ -342,61 +331,56 @@ class SparseBoolean:
         return cls(indices, table, T)
 
     @classmethod
-    def from_callable(
-        cls, fn: Callable[..., int], indices: Sequence[int], T: int
-    ) -> "SparseBoolean":
+    def from_callable(cls, fn: Callable[..., int], indices: Sequence[int], T: int) -> Self:
         """Make a function from a Python function of ``s`` bits, in the order of ``indices``: see :func:`tabulate`."""
         check_indices(indices, T)
         return cls(indices, tabulate(fn, len(indices)), T)
 
     @classmethod
-    def symmetric(
-        cls, values: Sequence[int], indices: Sequence[int], T: int
-    ) -> "SparseBoolean":
+    def symmetric(cls, values: Sequence[int], indices: Sequence[int], T: int) -> Self:
         """Make a symmetric function: ``values[c]`` is its value at ``c`` ones, ``c`` from 0 to ``s``."""
         check_indices(indices, T)
         check_sparsity(len(indices))
+        needed = f"give s + 1 = {len(indices) + 1} values, one for each count of ones"
         if not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
-            raise ValueError(f"values is {values!r}: give s + 1 = {len(indices) + 1} values")
+            raise ValueError(f"values is {values!r}: {needed}")
         if len(values) != len(indices) + 1:
-            raise ValueError(
-                f"values has {len(values)} entries: give s + 1 = {len(indices) + 1}, one for each count of ones"
-            )
+            raise ValueError(f"values has {len(values)} entries: {needed}")
         return cls(indices, [values[j.bit_count()] for j in range(2 ** len(indices))], T)
 
     @classmethod
-    def threshold(cls, k: int, indices: Sequence[int], T: int) -> "SparseBoolean":
+    def threshold(cls, k: int, indices: Sequence[int], T: int) -> Self:
         """Make the function that is true where at least ``k`` bits at ``indices`` are 1, ``k`` from 0 to ``s + 1``."""
         check_indices(indices, T)
         _check_count(k, len(indices) + 1)
         return cls.symmetric([c >= k for c in range(len(indices) + 1)], indices, T)
 
     @classmethod
-    def exactly(cls, k: int, indices: Sequence[int], T: int) -> "SparseBoolean":
+    def exactly(cls, k: int, indices: Sequence[int], T: int) -> Self:
         """Make the function that is true where exactly ``k`` bits at ``indices`` are 1, ``k`` from 0 to ``s``."""
         check_indices(indices, T)
         _check_count(k, len(indices))
         return cls.symmetric([c == k for c in range(len(indices) + 1)], indices, T)
 
     @classmethod
-    def conjunction(cls, indices: Sequence[int], T: int) -> "SparseBoolean":
+    def conjunction(cls, indices: Sequence[int], T: int) -> Self:
         """Make the AND of the bits at ``indices``, which is true if there are none."""
         check_indices(indices, T)
         return cls.threshold(len(indices), indices, T)
 
     @classmethod
-    def disjunction(cls, indices: Sequence[int], T: int) -> "SparseBoolean":
+    def disjunction(cls, indices: Sequence[int], T: int) -> Self:
         """Make the OR of the bits at ``indices``, which is false if there are none."""
         return cls.threshold(1, indices, T)
 
     @classmethod
-    def majority(cls, indices: Sequence[int], T: int) -> "SparseBoolean":
+    def majority(cls, indices: Sequence[int], T: int) -> Self:
         """Make the majority of the bits at ``indices``: true where more than half of them are 1, so false at a tie."""
         check_indices(indices, T)
         return cls.threshold(len(indices) // 2 + 1, indices, T)
 
     @classmethod
-    def parity(cls, indices: Sequence[int], T: int) -> "SparseBoolean":
+    def parity(cls, indices: Sequence[int], T: int) -> Self:
         """Make the parity of the bits at ``indices``: true where an odd number of them is 1."""
         check_indices(indices, T)
         return cls.symmetric([c % 2 for c in range(len(indices) + 1)], indices, T)
