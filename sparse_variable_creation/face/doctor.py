@@ -37,12 +37,13 @@ def examine(seconds: float = 10.0, device: str = "cpu") -> dict:
     """
     from importlib.metadata import PackageNotFoundError, version
     import torch
-    from sparse_variable_creation.laboratory.blocks import check_cell, check_device, run_block
+    from sparse_variable_creation.laboratory.blocks import check_cell, run_block
+    from sparse_variable_creation.laboratory.ensemble import find_device
     from sparse_variable_creation.laboratory.store import Store
 
     if not 0.1 <= seconds <= 600:
         raise ValueError(f"seconds is {seconds}: it must be from 0.1 to 600")
-    check_device(device)
+    find_device(device)
     names = ("sparse-variable-creation", "torch", "numpy", "scipy", "typer", "pyarrow", "ray")
     versions = {"python": platform.python_version()}
     for name in names:

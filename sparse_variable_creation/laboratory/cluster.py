@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from ..figures import provenance
 import sparse_variable_creation.laboratory.blocks as blocks
+from .ensemble import find_device
 
 # %% ../../nbs/laboratory/07_cluster.ipynb #07-cluster-06
 def conditions(device: str = "cpu") -> dict:
@@ -95,7 +96,7 @@ class Here:
     slots = 1
 
     def __init__(self, device: str = "cpu"):
-        self.device, self.tasks = blocks.check_device(device), []
+        self.device, self.tasks = str(find_device(device)), []
 
     def submit(self, key: str, block: dict) -> None:
         """Take a block; ``key`` comes back with its result."""
@@ -132,7 +133,7 @@ class Pool:
             raise ValueError(f"size is {size}: at least one process is needed")
         import sparse_variable_creation.laboratory.cluster as cluster  # spawned processes import it by name
 
-        self.module, self.device, self.running = cluster, blocks.check_device(device), {}
+        self.module, self.device, self.running = cluster, str(find_device(device)), {}
         self.slots = size + 1  # one block waits, so that no process does
         context = multiprocessing.get_context("spawn")
         before = os.environ.get("OMP_NUM_THREADS")

@@ -13,9 +13,9 @@ from sparse_variable_creation.laboratory.blocks import (
     CELL,
     block_key,
     check_cell,
-    check_device,
     code_hash,
 )
+from .ensemble import find_device
 from .cluster import Here, Pool
 from .search import Search
 from .store import Store
@@ -246,7 +246,7 @@ def run(
     if not (len(shard) == 2 and 1 <= shard[0] <= shard[1]):
         raise ValueError(f"shard is {shard[0]}/{shard[1]}: it must be i/n with 1 <= i <= n")
     if isinstance(workers, int):
-        check_device(device)
+        find_device(device)
         if workers < 0:
             raise ValueError(f"workers is {workers}: it must be at least 0")
     report, begun, code = Report(), time.perf_counter(), code_hash()

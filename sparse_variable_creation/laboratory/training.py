@@ -271,10 +271,8 @@ def _batches(sample, seeds, steps, batch):
     draws = [
         torch.rand(steps, batch, generator=torch.Generator().manual_seed(s)) for s in seeds
     ]
-    chosen = (
-        torch.stack(draws, 1).to(device) * sample.sizes[:, None]
-    ).long()  # below each size
-    for index in chosen:  # [R, batch]
+    chosen = (torch.stack(draws, 1).to(device) * sample.sizes[:, None]).long()
+    for index in chosen:  # [R, batch], below each size
         rows = active.to(device)
         at = rows[:, None], index[rows]
         active = yield sample.bits[at], sample.labels[at], None
