@@ -11,7 +11,11 @@ import ast, functools, hashlib, importlib.util, io, itertools, json, math, token
 from pathlib import Path
 import torch
 from .ensemble import Ensemble
-from .measures import Watch, support_attention
+from sparse_variable_creation.laboratory.measures import (
+    Watch,
+    head_norms,
+    support_attention,
+)
 from .baselines import LSTM, MLP, Logistic
 from sparse_variable_creation.laboratory.models import (
     Architecture,
@@ -53,6 +57,7 @@ CELL = {
     "lr": 1e-3,
     "optimiser": "adam",
     "weight_decay": 0.0,
+    "ball": 0.0,
     "stop": 0.0,
     "look": 0,
     "tests": 1000,
@@ -131,7 +136,7 @@ def check_cell(cell: dict) -> dict:
         if full["positions"] != "learned":  # refuse what does not fit
             fixed_positions(full["positions"], min(full["T"], full["d"] + 1), full["d"])
     else:
-        for key in (*NETWORK[1:], "init"):
+        for key in (*NETWORK[1:], "init", "ball"):
             if key not in USED[full["model"]] and full[key] != CELL[key]:
                 raise ValueError(
                     f"{key} is {full[key]!r}: the model {full['model']} has no {key}"
@@ -196,7 +201,8 @@ def run_block(block: dict, device: str = "cpu") -> list[dict]:
         batch, where they are fresh) and tests; ``first_loss``, ``fifth_loss`` and ``loss``, the batch loss in nats at steps
         1 and 5 (or the last) and its mean over the last 20; ``accuracy`` on ``tests`` fresh contexts; ``trained``, the
         number of steps; ``mass``, ``hits`` and ``mean_hits`` as in
-        :func:`~sparse_variable_creation.laboratory.measures.support_attention`, on at most 200 of the tests; ``step65`` and
+        :func:`~sparse_variable_creation.laboratory.measures.support_attention`, on at most 200 of the tests; ``norm`` as in
+        :func:`~sparse_variable_creation.laboratory.measures.head_norms`; ``step65`` and
         ``step99``, the first step at which it was seen to be right on 65 and 99 % of 500 tests at most; ``plateau``, its
         mean loss in the middle half of the steps before ``step65`` (or of all). What is not measured or not reached is -1.
 
@@ -236,11 +242,18 @@ def run_block(block: dict, device: str = "cpu") -> list[dict]:
     tested = stack_samples(tests, device)
     few = Stack(tested.bits[:, :500], tested.labels[:, :500], tested.sizes.clamp(max=500))
     watch = Watch(len(replicates), cell["stop"], few, cell["look"])
-    losses = train(networks, data, seeds("batches"), callback=watch, every=1, **optimiser)
+
+    def held(step, networks, active, loss):
+        if cell["ball"]:
+            head_norms(networks, cell["ball"])
+        return watch(step, networks, active, loss)
+
+    losses = train(networks, data, seeds("batches"), callback=held, every=1, **optimiser)
     right, supports = accuracy(networks, tested), [one.target.indices for one in samples]
-    where = {name: [-1] * len(replicates) for name in ("mass", "hits", "mean_hits")}
+    where = {name: [-1] * len(replicates) for name in ("mass", "hits", "mean_hits", "norm")}
     if isinstance(networks, Ensemble):
         where = support_attention(networks, tested.bits[:, :200], supports)
+        where["norm"] = head_norms(networks)
     number = lambda x: float(f"{float(x):.9g}")  # all digits of a float32
     trained = watch.steps.tolist()
     first = {share: steps.tolist() for share, steps in watch.reached.items()}
@@ -258,6 +271,7 @@ def run_block(block: dict, device: str = "cpu") -> list[dict]:
             "mass": number(where["mass"][n]),
             "hits": int(where["hits"][n]),
             "mean_hits": int(where["mean_hits"][n]),
+            "norm": number(where["norm"][n]),
             "step65": first[0.65][n],
             "step99": first[0.99][n],
             "plateau": number(losses[plateau[n] // 4 : 3 * plateau[n] // 4 + 1, n].mean())
