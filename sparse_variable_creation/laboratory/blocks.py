@@ -69,17 +69,7 @@ CHOICES = {
     "optimiser": ("adam", "adamw", "sgd"),
 }
 TASK = ("s", "p", "label_noise", "input_noise", "redraw")
-NETWORK = (
-    "T",
-    "d",
-    "heads",
-    "mlp_width",
-    "layers",
-    "norm",
-    "positions",
-    "dropout",
-    "activation",
-)
+NETWORK = tuple(Architecture.__dataclass_fields__)
 USED = {"mlp": ("mlp_width", "layers"), "logistic": (), "lstm": ("d",)}
 
 # %% ../../nbs/laboratory/05_blocks.ipynb #05-blocks-09
