@@ -242,17 +242,20 @@ class Ensemble(Stacked):
             return dense_logits(self.all(), bits, a, wet, cls_only=True)
         cls, scores, values = self.table()
         bits = bits.to(torch.uint8)
-        chosen = torch.cat([bits ^ 1, bits], -1).to(values.dtype)
         if wet is None:
+            chosen = torch.cat([bits ^ 1, bits], -1).to(values.dtype)
             mix = mix_heads(scores, values, chosen)
             return read_out(self.all(), cls, mix, self.norm, a.activation)
         dropped = lambda x: drop(x.unsqueeze(-2), a.dropout, wet, True).squeeze(-2)
         seen = dropped(choose(scores, bits).softmax(-1))  # every example has masks of its own
-        rows = torch.cat(
-            [chosen[:, :, None] * seen[..., :-1].repeat(1, 1, 1, 2), seen[..., -1:]], -1
-        )
-        by_head = values.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        mix = (rows.transpose(1, 2) @ by_head).transpose(1, 2).flatten(-2)
+        by_head = lambda v: v.unflatten(-1, (self.heads, -1)).transpose(
+            1, 2
+        )  # [R, H, rows, d/H]
+        zero, one, last = values.tensor_split([self.T, 2 * self.T], 1)
+        looks = seen.transpose(1, 2)  # [R, H, B, T + 1]
+        mix = looks @ by_head(torch.cat([zero, last], 1))
+        mix = mix + (looks[..., :-1] * bits[:, None]) @ by_head(one - zero)
+        mix = mix.transpose(1, 2).flatten(-2)
         return read_out(self.all(), cls, mix, self.norm, a.activation, dropped)
 
 # %% ../../nbs/laboratory/02_ensemble.ipynb #02-ensemble-11

@@ -244,7 +244,7 @@ def drop(h: Tensor, rate: float, generators, last: bool = False) -> Tensor:
     ]
     kept = (draws[0] if one else torch.stack(draws)) >= rate
     rows = rows * (kept / (1 - rate)).to(h.dtype)
-    return torch.cat([h[..., :-1, :], rows], -2) if last else rows
+    return torch.cat([h[..., :-1, :], rows], -2) if rows.shape != h.shape else rows
 
 # %% ../../nbs/laboratory/01_models.ipynb #01-models-33
 def dense_logits(
