@@ -166,3 +166,26 @@ def test_a_spoiled_stretch_of_a_transformer_is_refuted(weights_page, norm, part,
     attack = lambda spoil: weights_page["transformer_attack"](norm, part, False, path, spoil=spoil, steps=2)
     attack(1.0)
     refuted(lambda: attack(missing), path)
+
+
+@pytest.fixture(scope="module")
+def coverings_page():
+    return from_page("nbs/capacity/00_coverings.ipynb", "sphere", "measure_steps")
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_a_smaller_share_of_the_error_is_refuted(coverings_page, share, tmp_path):
+    "The rows use all of their share: with nine tenths of it the matrix is saved."
+    measure = lambda spoil: coverings_page["measure_steps"](0.5, share, 100, 8, 10, folder=tmp_path, spoil=spoil)
+    measure(1.0)
+    assert not list(tmp_path.iterdir())
+    refuted(lambda: measure(1 / 0.9), tmp_path / "cover-rows.json")
+
+
+@pytest.mark.parametrize("T", [2, 64])
+def test_a_smaller_lipschitz_constant_of_heads_is_refuted(T, tmp_path):
+    page, path = from_page("nbs/capacity/05_lower_bounds.ipynb", "attack"), tmp_path / "counterexample.json"
+    page["device"] = "cpu"
+    page["attack"](T, 32, 100, path)
+    assert not path.exists()
+    refuted(lambda: page["attack"](T, 32, 100, path, spoil=1.02), path)

@@ -37,6 +37,20 @@ def _checked(least: float = 0.0, most: float = 1e50, **values) -> list:
     return arrays
 
 
+def _together(**values) -> None:
+    "Refuse arrays whose shapes do not broadcast, by name; None stands for what is not given."
+    shapes = {
+        name: tuple(v.shape) if hasattr(v, "shape") else np.asarray(v, dtype=object).shape
+        for name, v in values.items()
+        if v is not None
+    }
+    try:
+        np.broadcast_shapes(*shapes.values())
+    except ValueError:
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items() if shape)
+        raise ValueError(f"the arguments have shapes that do not broadcast: {listed}") from None
+
+
 def _points(N, tokens, pairs=False):
     "The number of inputs to cover on: N, or the number of different tokens, or of pairs of them, if that is less."
     (count,) = (np.inf,) if tokens is np.inf else _checked(1, 1e150, tokens=tokens)
@@ -179,6 +193,7 @@ class Capacity:
         (eps,) = _checked(eps=eps)
         if not (eps > 0).all():
             raise ValueError(f"eps is {eps}: the error must be above 0")
+        _together(eps=eps, **{"the norms, T and m": self.m})
         shares = self.split if split is None else split
         shares = np.stack(list(shares.values())) if split is None else self._shares(split)
         spread = (len(self.names),) + (1,) * max(eps.ndim - self.m.ndim, 0) + self.m.shape
@@ -330,7 +345,7 @@ def head_capacity(
     ------
     ValueError
         If a norm is negative or not finite, ``T``, ``m``, ``d``, ``k`` or ``tokens`` is below 1, not exactly one of
-        ``B_QK21`` and ``B_QKF`` is given, or an argument is given that does not apply.
+        ``B_QK21`` and ``B_QKF`` is given, an argument is given that does not apply, or shapes do not broadcast.
     """
     if (B_QK21 is None) == (B_QKF is None):
         raise ValueError(f"B_QK21 is {B_QK21} and B_QKF is {B_QKF}: give exactly one of them")
@@ -338,6 +353,9 @@ def head_capacity(
         raise ValueError(f"one_query is {one_query}: it applies only with B_QKF")
     if B_QK is not None and P_21 is None:
         raise ValueError(f"B_QK is {B_QK}: it applies only with P_21")
+    norms = dict(B_V=B_V, B_V21=B_V21, B_QK21=B_QK21, B_QKF=B_QKF, B_QK=B_QK, B_X=B_X, B_P=B_P)
+    norms |= dict(P_21=P_21, L_sigma=L_sigma, B_w=B_w)
+    _together(**norms, T=T, m=m, d=d, k=k, tokens=tokens)
     k, c = (d if k is None else k), (1 if sharp else 2)
     T, m, d, k = _checked(1, 1e150, T=T, m=m, d=d, k=k)
     points = _points(m * T, tokens)

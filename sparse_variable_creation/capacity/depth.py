@@ -13,6 +13,7 @@ from sparse_variable_creation.capacity.bounds import (
     _checked,
     _points,
     _positions,
+    _together,
 )
 
 # %% ../../nbs/capacity/03_depth.ipynb #02-depth-26
@@ -101,7 +102,7 @@ def depth_capacity(
     ------
     ValueError
         If a norm is negative or not finite, a count is below 1, a shape does not fit, or one of ``C_in`` and
-        ``C_in21`` is given without the other.
+        ``C_in21`` is given without the other, or shapes do not broadcast.
     """
     layers, heads = _whole(layers=layers, heads=heads)
     if (C_in is None) != (C_in21 is None):
@@ -117,6 +118,11 @@ def depth_capacity(
     inner = dict(C_in=1.0, C_in21=0.0) if C_in is None else dict(C_in=C_in, C_in21=C_in21)
     by_layer = dict(C_C=C_C, C_C21=C_C21) | inner
     C, C21, I, I21 = (_layered(n, v, layers) for n, v in by_layer.items())
+    first = dict(C_V=V, C_V21=V21, C_QK=QK, C_QK21=QK21)
+    first = {name: v[0, 0] for name, v in first.items()}
+    first |= dict(C_C=C[0], C_C21=C21[0], C_in=I[0], C_in21=I21[0])  # of a layer, and a head
+    rest = dict(B_w=B_w, B_X=B_X, L_sigma=L, B_P=B_P, P_21=P_21, tokens=tokens)
+    _together(**first, **rest, T=T, m=m, d=d, k=k, width=width)
     parts, down = (
         [("w", B_w, 1.0, 1, m)],
         B_w,

@@ -9,7 +9,7 @@ __all__ = ['entropy_integral', 'Gap', 'generalization_gap', 'samples_until_infor
 from collections.abc import Callable
 from dataclasses import dataclass
 import numpy as np
-from .bounds import Capacity
+from .bounds import Capacity, _together
 
 # %% ../../nbs/capacity/04_generalization.ipynb #03-generalization-06
 def entropy_integral(log_covering: Callable, m, A, points: int = 4096) -> tuple:
@@ -142,9 +142,12 @@ def generalization_gap(
     Raises
     ------
     ValueError
-        If ``m``, ``delta``, ``loss_lipschitz``, ``loss_bound`` or ``output_bound`` is outside its range.
+        If ``m``, ``delta``, ``loss_lipschitz``, ``loss_bound`` or ``output_bound`` is outside its range, or their shapes
+        do not broadcast.
     """
     A = capacity.output_bound if output_bound is None else output_bound
+    loss = dict(loss_lipschitz=loss_lipschitz, loss_bound=loss_bound, output_bound=output_bound)
+    _together(capacity=capacity.m, m=m, delta=delta, **loss)
     for name, value, fits, allowed in (
         ("m", m, lambda v: (v >= 1) & np.isfinite(v), "finite and at least 1"),
         (

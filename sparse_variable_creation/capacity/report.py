@@ -11,9 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 import numpy as np
 from torch import Tensor, nn
-from .bounds import Capacity, head_capacity
+from sparse_variable_creation.capacity.bounds import (
+    Capacity,
+    _checked,
+    _together,
+    head_capacity,
+)
 from .depth import depth_capacity
-from .generalization import Gap, generalization_gap
+from sparse_variable_creation.capacity.generalization import (
+    Gap,
+    generalization_gap,
+    samples_until_informative,
+)
 from .weights import FIXED, capacity_of
 
 # %% ../../nbs/capacity/08_report.ipynb #07-report-06
@@ -58,6 +67,9 @@ class Bound:
         Sample size and probability of failure.
     eps
         The error at which the log covering number is given.
+    informative_from
+        The least sample size at which the bound is not vacuous, to 0.1 percent; infinite if there is none up to
+        :math:`10^{30}`.
     """
 
     capacity: Capacity
@@ -65,6 +77,7 @@ class Bound:
     m: float
     delta: float
     eps: float
+    informative_from: np.ndarray
 
     @property
     def log_covering(self) -> np.ndarray:
@@ -80,6 +93,8 @@ class Bound:
         """All of it as numbers and texts, ready for JSON; arrays become lists."""
         C, gap = self.capacity, self.gap
         plain = lambda v: np.asarray(v).tolist()
+        least = np.asarray(self.informative_from, dtype=float)
+        least = np.where(np.isfinite(least), least, None)  # JSON has no infinity
         return {
             "terms": {name: plain(v) for name, v in C.terms.items()},
             "split": {name: plain(v) for name, v in C.split.items()},
@@ -97,6 +112,7 @@ class Bound:
             "loss_bound": plain(gap.loss_bound),
             "vacuous": plain(gap.vacuous),
             "words": plain(gap.words),
+            "informative_from": plain(least),
             "notes": list(C.notes),
         }
 
@@ -115,8 +131,29 @@ class Bound:
             f"generalisation gap with m = {self.m:g}, delta = {self.delta:g}, before capping:",
             *(f"  {name:<12}{value:>12.4g}" for name, value in r["gap_terms"].items()),
             f"gap: {r['gap']:.4g} of at most {r['loss_bound']:g} ({r['words']})",
+            "not vacuous at any m up to 1e30"
+            if r["informative_from"] is None
+            else f"not vacuous from m = {r['informative_from']:.4g} on",
         ]
         return "\n".join(lines + [f"note: {note}" for note in self.capacity.notes])
+
+# %% ../../nbs/capacity/08_report.ipynb #07-report-12a
+_PAIRS = {"B_V": ("B_V21",), "B_QK": ("B_QK21", "B_QKF")}
+_PAIRS |= {name: (f"{name}21",) for name in ("C_V", "C_QK", "C_C", "C_in")}
+
+
+def _refuse_impossible(given: dict) -> None:
+    "Refuse a spectral norm above the (2,1) norm, or the Frobenius norm, of the same matrix."
+    for small, others in _PAIRS.items():
+        for large in others:
+            if small in given and large in given:
+                a, b = _checked(**{small: given[small], large: given[large]})
+                _together(**{small: a, large: b})
+                if not (a <= b * (1 + 1e-6)).all():
+                    kind = "Frobenius" if large == "B_QKF" else "(2,1)"
+                    raise ValueError(
+                        f"{small} is {given[small]} and {large} is {given[large]}: a spectral norm is at most the {kind} norm of the same matrix"
+                    )
 
 # %% ../../nbs/capacity/08_report.ipynb #07-report-13
 def bound(
@@ -159,7 +196,8 @@ def bound(
     Raises
     ------
     ValueError
-        If an argument is missing, out of its range, or does not apply.
+        If an argument is missing, out of its range, or does not apply, if a spectral norm is above the (2,1) or the
+        Frobenius norm of the same matrix, or if shapes do not broadcast.
     OSError
         If the file cannot be read.
     """
@@ -185,7 +223,9 @@ def bound(
             raise ValueError(f"{name} is missing: it belongs to {kind}")
     if weights is not None:
         given["weights"] = weights
+    _refuse_impossible(given)
     capacity = make(**given, T=T, m=m, sharp=sharp)
+    _together(eps=eps, **{"the norms, T and m": capacity.m})
     if weights is None:
         plain = lambda name: np.array2string(np.asarray(given.get(name, 1.0), dtype=float))
         length, slope = (plain(name).removesuffix(".") for name in ("B_X", "L_sigma"))
@@ -196,4 +236,11 @@ def bound(
         )
         capacity = replace(capacity, notes=notes)
     gap = generalization_gap(capacity, m, delta, loss_lipschitz, loss_bound, output_bound)
-    return Bound(capacity, gap, m, delta, eps)
+    least = samples_until_informative(
+        lambda m: make(**given, T=T, m=m, sharp=sharp),
+        delta,
+        loss_lipschitz=loss_lipschitz,
+        loss_bound=loss_bound,
+        output_bound=output_bound,
+    )
+    return Bound(capacity, gap, m, delta, eps, least)
