@@ -10,9 +10,16 @@ import csv, hashlib, importlib.util, io, json, math, os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from .blocks import CELL, code_hash, code_modules, run_block
+from sparse_variable_creation.laboratory.blocks import (
+    CELL,
+    block_key,
+    code_hash,
+    code_modules,
+    run_block,
+)
 from .store import Store, StoreError, salvage
-from .sweeps import NAMED, Sweep, named_sweep, stale_blocks
+from .named_sweeps import NAMED, named_sweep
+from .sweeps import Sweep, stale_blocks
 
 # %% ../../nbs/laboratory/10_tables.ipynb #10-tables-06
 def sweep_rows(sweep: Sweep, recorded: dict, code: str) -> tuple[list[dict], int]:
@@ -33,18 +40,24 @@ def sweep_rows(sweep: Sweep, recorded: dict, code: str) -> tuple[list[dict], int
         The rows (the cell, ``seed``, the row of each replicate, ``block`` and ``code``), and how many blocks are known to
         be lacking.
     """
-    rows = {key: block["rows"] for key, block in recorded.items()}
+    named, rows = {}, {}  # keys as of today, with the keys of CELL that joined it later
+    for key, block in recorded.items():
+        if block["code"] == code:
+            today = block_key(CELL | block["config"], code)
+            named[today], rows[today] = key, block["rows"]
     found, lacking = [], 0
     for cell in sweep.cells:
         have, lack = sweep.line(cell, rows, code)
         lacking += len(lack)
-        found += [row for key, block in have for row in _flat(key, block, code, rows[key])]
+        found += [
+            row for key, block in have for row in _flat(named[key], block, code, rows[key])
+        ]
     return found, lacking
 
 
 def _flat(key, block, code, rows):
     "The rows of one block, each with its cell."
-    cell = {name: value for name, value in block.items() if name != "replicates"}
+    cell = CELL | {name: value for name, value in block.items() if name != "replicates"}
     return [cell | row | {"block": key, "code": code} for row in rows]
 
 # %% ../../nbs/laboratory/10_tables.ipynb #10-tables-09
@@ -57,7 +70,7 @@ def _encode(rows: list[dict], kind: str, facts: dict) -> bytes:
         writer.writeheader()
         writer.writerows(
             {k: repr(v) if isinstance(v, float) else v for k, v in row.items()} for row in rows
-        )
+        )  # None is an empty field
         return text.getvalue().encode()
     import pyarrow, pyarrow.parquet
 
@@ -81,6 +94,11 @@ def _replace(path: Path, data: bytes) -> None:
         with suppress(OSError):
             new.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _beside(path: Path) -> Path:
+    "The file with a table's provenance: each table has its own."
+    return path.with_suffix({".csv": ""}.get(path.suffix, path.suffix) + ".provenance.json")
 
 
 def check_output(path) -> Path:
@@ -121,7 +139,8 @@ def export(store, name: str, out, code: str | None = None, partial: bool = False
     name
         The sweep's name in it.
     out
-        The table, ending in ``.csv`` or ``.parquet``; the provenance has the ending ``.provenance.json`` in its place.
+        The table, ending in ``.csv`` or ``.parquet``; the provenance is beside it, as ``NAME.provenance.json`` or
+        ``NAME.parquet.provenance.json``.
     code
         The hash of the code whose rows are wanted; that of the code at hand where none is given.
     partial
@@ -147,7 +166,7 @@ def export(store, name: str, out, code: str | None = None, partial: bool = False
     if name not in declared:
         there = ", ".join(declared) or "none"
         raise ValueError(f"name is {name!r}: the store declares {there}")
-    sweep = Sweep(**declared[name])
+    sweep = Sweep.declared(name, declared[name])
     rows, lacking = sweep_rows(sweep, recorded, code)
     stale = stale_blocks(sweep, recorded, code)
     if not rows or (lacking and not partial):
@@ -193,7 +212,7 @@ def _write(out: Path, rows: list, facts: dict, seconds: dict) -> dict:
         "wall seconds of blocks": dict(sorted(seconds.items())),
     }
     _replace(out, data)
-    _replace(out.with_suffix(".provenance.json"), (json.dumps(facts, indent=1) + "\n").encode())
+    _replace(_beside(out), (json.dumps(facts, indent=1) + "\n").encode())
     return facts
 
 
@@ -241,7 +260,7 @@ def read_table(path) -> Table:
     Returns
     -------
     Table
-        Its rows and provenance; printed, it says in one line where it came from.
+        Its rows, with None for what a row does not have, and provenance; printed, it says in one line where it came from.
 
     Raises
     ------
@@ -251,7 +270,7 @@ def read_table(path) -> Table:
         If a file cannot be read.
     """
     path = check_output(path)
-    data, beside = path.read_bytes(), path.with_suffix(".provenance.json")
+    data, beside = path.read_bytes(), _beside(path)
     facts = json.loads(beside.read_text())
     if hashlib.sha256(data).hexdigest() != facts.get("sha256"):
         raise ValueError(
@@ -267,7 +286,11 @@ def read_table(path) -> Table:
     }
     read = csv.DictReader(io.StringIO(data.decode()))
     return Table(
-        [{name: kinds[name](text) for name, text in row.items()} for row in read], facts
+        [
+            {name: kinds[name](text) if text else None for name, text in row.items()}
+            for row in read
+        ],
+        facts,
     )
 
 # %% ../../nbs/laboratory/10_tables.ipynb #10-tables-20
@@ -288,7 +311,8 @@ def audit(path, index: int = 0, device: str = "cpu", tolerance: float = 1e-3) ->
     Returns
     -------
     dict
-        ``block``, ``same code`` (whether the code hash is that of the record) and ``equal`` (whether all values agree).
+        ``block``, ``same code`` (whether the code hash is that of the record) and ``equal`` (whether all values agree
+        that both have; NaN agrees with NaN).
 
     Raises
     ------
@@ -303,6 +327,11 @@ def audit(path, index: int = 0, device: str = "cpu", tolerance: float = 1e-3) ->
     cell = {key: old[0][key] for key in CELL if key in old[0]}
     block = cell | {"seed": old[0]["seed"], "replicates": [row["replicate"] for row in old]}
     new = run_block(block, device)
+    same = lambda x, y, tolerance=0.0: (
+        x == y
+        or isinstance(x, float)
+        and (math.isclose(x, y, rel_tol=tolerance) or x != x and y != y)  # both NaN
+    )
     for a, b in zip(old, new):
         for name in ("target", "data"):
             if a[name] != b[name]:
@@ -310,11 +339,13 @@ def audit(path, index: int = 0, device: str = "cpu", tolerance: float = 1e-3) ->
                     f"{name} of replicate {a['replicate']} is {b[name]!r}, recorded {a[name]!r}"
                 )
         for name in ("first_loss", "fifth_loss"):
-            if not math.isclose(a[name], b[name], rel_tol=tolerance):
+            if not same(a[name], b[name], tolerance):
                 raise ValueError(
                     f"{name} of replicate {a['replicate']} is {b[name]}, recorded {a[name]}"
                 )
-    equal = all(a[name] == b[name] for a, b in zip(old, new) for name in b)
+    equal = all(
+        same(a[name], b[name]) for a, b in zip(old, new) for name in a.keys() & b.keys()
+    )
     return {
         "block": keys[index],
         "same code": table.facts["code"] == code_hash(),
@@ -330,7 +361,7 @@ def export_salvaged(store, out) -> dict:
     store
         The store, which stays as it is.
     out
-        A table (``.csv``, ``.parquet``), or a new store (``.sqlite``).
+        A table (``.csv``, ``.parquet``), with the columns of all blocks, or a new store (``.sqlite``).
 
     Returns
     -------
@@ -369,6 +400,7 @@ def export_salvaged(store, out) -> dict:
         for key in order
         for row in _flat(key, good[key]["config"], good[key]["code"], good[key]["rows"])
     ]
+    rows, kinds = _even(rows)
     facts = {
         "salvaged": said,
         "sweep": sweeps,
@@ -377,7 +409,23 @@ def export_salvaged(store, out) -> dict:
         "conditions": _distinct(block["origin"] for block in good.values()),
         "complete": False,
         "rows": len(rows),
-        "columns": {column: type(value).__name__ for column, value in rows[0].items()},
+        "columns": kinds,
     }
     _write(out, rows, facts, {key: good[key]["seconds"] for key in order})
     return said
+
+
+def _even(rows: list[dict]) -> tuple[list[dict], dict]:
+    "Rows of several layouts with all the columns of any of them, None where one has no value; and the type of each column."
+    kinds = {}
+    for row in rows:
+        for name, value in row.items():
+            kind = type(value) if value is not None else None
+            kinds.setdefault(name, set()).update({kind} - {None})
+    kinds = {
+        name: next(iter(found)) if len(found) == 1 else float if found == {int, float} else str
+        for name, found in kinds.items()
+    }
+    even = lambda kind, value: None if value is None else kind(value)
+    rows = [{name: even(kind, row.get(name)) for name, kind in kinds.items()} for row in rows]
+    return rows, {name: kind.__name__ for name, kind in kinds.items()}
