@@ -191,7 +191,7 @@ def run_block(block: dict, device: str = "cpu") -> list[dict]:
         batch, where they are fresh) and tests; ``first_loss``, ``fifth_loss`` and ``loss``, the batch loss in nats at steps
         1 and 5 (or the last) and its mean over the last 20; ``accuracy`` on ``tests`` fresh contexts; ``trained``, the
         number of steps; ``mass``, ``hits`` and ``mean_hits`` as in
-        :func:`~sparse_variable_creation.laboratory.measures.support_attention`, on at most 200 of the tests; ``norm`` as in
+        :func:`~sparse_variable_creation.laboratory.measures.support_attention`, on at most 200 of the tests; ``norm_21`` as in
         :func:`~sparse_variable_creation.laboratory.measures.head_norms`; ``step65`` and
         ``step99``, the first step at which it was seen to be right on 65 and 99 % of 500 tests at most; ``plateau``, its
         mean loss in the middle half of the steps before ``step65`` (or of all). What is not measured or not reached is -1.
@@ -261,7 +261,7 @@ def run_block(block: dict, device: str = "cpu") -> list[dict]:
             "mass": number(where["mass"][n]),
             "hits": int(where["hits"][n]),
             "mean_hits": int(where["mean_hits"][n]),
-            "norm": number(where["norm"][n]),
+            "norm_21": number(where["norm"][n]),
             "step65": first[0.65][n],
             "step99": first[0.99][n],
             "plateau": number(losses[plateau[n] // 4 : 3 * plateau[n] // 4 + 1, n].mean())
