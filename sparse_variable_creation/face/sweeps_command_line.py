@@ -349,7 +349,8 @@ def _export(
 ) -> None:
     "What `svc export` does with its arguments."
     from sparse_variable_creation.laboratory.store import Store
-    from sparse_variable_creation.laboratory.tables import export, export_salvaged
+    from sparse_variable_creation.laboratory.salvaged_tables import export_salvaged
+    from sparse_variable_creation.laboratory.tables import export
 
     with _said():
         if salvaged:
