@@ -391,7 +391,8 @@ class _Progress:
         self.last, rate = now, done / max(now - self.start, 1e-9)
         text = f"{left} block{'s' * (left != 1)} to do"
         if done:
-            text = f"{done} computed, {text}; {60 * rate:.3g}/min, {left / rate:.0f} s left"
+            text = f"{done} block{'s' * (done != 1)} computed, {left} to do"
+            text += f"; {60 * rate:.3g} a minute, {left / rate:.0f} s left"
         end = "" if self.terminal and left else "\n"
         print(
             ("\r\033[K" if self.terminal else "") + text, end=end, file=sys.stderr, flush=True
