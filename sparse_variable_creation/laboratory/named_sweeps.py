@@ -81,4 +81,6 @@ def named_sweep(name: str, profile: str = "quick", changes: dict | None = None) 
     replicates = changes.get("replicates")
     if isinstance(replicates, int) and replicates % values["block"]:
         del values["block"]
-    return change({"name": f"{name}-{profile}"} | values, changes)
+    sweep = change({"name": f"{name}-{profile}"} | values, changes)
+    sweep.free = "block" not in changes  # a profile's block may be halved to fit the memory
+    return sweep
