@@ -32,6 +32,7 @@ except ImportError:
     jax = None
 
 BARS = {(20, 32): 15, (100, 64): 65, (100, 256): 120, (400, 256): 500}  # least ratio to the loop of PyTorch's layers
+CLOSE = 1e-4  # by how much the losses of the first steps, in nats, may differ between the contestants
 H = 4
 
 
@@ -198,6 +199,8 @@ def measure(T, B, R, rounds, device, budget):
     for name, (one, n) in made.items():  # warm-up, and the equality check: losses of the first three steps
         first[name] = torch.tensor([one.step(bits[:n], labels[:n]) for _ in range(3 if name != "loop" or few == 2 else 2)])
     differ = {name: (x - first["table"][: len(x), : x.shape[1]]).abs().max().item() for name, x in first.items() if name != "table"}
+    if apart := {name: x for name, x in differ.items() if not x < CLOSE}:
+        raise SystemExit(f"T = {T}, B = {B}: these do not train the same networks, their losses differ by {apart}")
     A, C = torch.randn(2, 1024, 1024, generator=g).to(device)
     times, start = {name: [] for name in (*made, "peak")}, time.perf_counter()
     for done in range(rounds):

@@ -57,7 +57,7 @@ def find_sweep(name: str, profile: str, changes: dict):
     Parameters
     ----------
     name
-        A name of :func:`~sparse_variable_creation.laboratory.sweeps.named_sweep`, or a JSON file with a declaration or with
+        A name of :func:`~sparse_variable_creation.laboratory.named_sweeps.named_sweep`, or a JSON file with a declaration or with
         the provenance of a table.
     profile
         The size of a named sweep.
@@ -72,18 +72,20 @@ def find_sweep(name: str, profile: str, changes: dict):
     Raises
     ------
     ValueError
-        If there is no such sweep, or a change is not allowed.
+        If there is no such sweep or file, or a change is not allowed.
     OSError
         If the file cannot be read.
     """
-    from sparse_variable_creation.laboratory.sweeps import Sweep, named_sweep
+    from sparse_variable_creation.laboratory.named_sweeps import change, named_sweep
 
     if not name.endswith(".json"):
         return named_sweep(name, profile, changes)
+    if not Path(name).exists():
+        raise ValueError(f"NAME is {name}: there is no such file")
     try:
         config = json.loads(Path(name).read_text())
         config = config.get("sweep", config)
-        return Sweep(**(config | changes))
+        return change(config, changes)
     except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError):
         raise ValueError(f"{name} is not the JSON of a sweep") from None
 
@@ -105,9 +107,13 @@ def _print(result, text: str, as_json: bool) -> None:
     typer.echo(json.dumps(result, indent=2) if as_json else text)
 
 
+def _count(number: int) -> str:
+    return f"{number} block{'s' * (number != 1)}"
+
+
 def _read_shard(text: str) -> tuple[int, int]:
     i, slash, n = text.partition("/")
-    if not (slash and i.isdigit() and n.isdigit()):
+    if not (slash and f"{i}{n}".isascii() and i.isdecimal() and n.isdecimal()):
         raise ValueError(f"--shard {text}: it must be i/n, such as 1/4")
     return int(i), int(n)
 
@@ -152,9 +158,9 @@ def _go(sweeps, store, device, workers, ray, shard, as_json) -> None:
         if hands:
             hands.close()
     text = "\n".join(
-        f"{one['sweep']}: {one['computed']} blocks computed, {one['found']} were there, in {one['seconds']:.1f} s"
+        f"{one['sweep']}: {_count(one['computed'])} computed, {one['found']} there before, in {one['seconds']:.1f} s"
         f" ({one['store_seconds']:.2f} s for the store)"
-        + (f"; {one['stale']} stale blocks of other code are not used" if one["stale"] else "")
+        + (f"; {_count(one['stale'])} of other code not used" if one["stale"] else "")
         for one in done
     )
     _print(done, text or "nothing to do: every sweep in the store is complete", as_json)
@@ -163,23 +169,27 @@ def _go(sweeps, store, device, workers, ray, shard, as_json) -> None:
 
 # %% ../../nbs/face/02_sweeps_command_line.ipynb #01-sweeps-command-line-13a
 def _declared(store) -> list:
-    "The sweeps of a store, each with its state."
+    "The sweeps of a store, each with its state; in place of one that cannot be read, None and why."
     from sparse_variable_creation.laboratory.blocks import code_hash
-    from sparse_variable_creation.laboratory.store import Store
+    from sparse_variable_creation.laboratory.store import Store, StoreError
     from sparse_variable_creation.laboratory.sweeps import Sweep, stale_blocks
     from sparse_variable_creation.laboratory.tables import sweep_rows
 
     with Store(store) as base:
         declared, recorded = base.sweeps(), base.blocks()
     code, found = code_hash(), []
-    for config in declared.values():
-        sweep = Sweep(**config)
+    for name, config in declared.items():
+        try:
+            sweep = Sweep.declared(name, config)
+        except StoreError as error:
+            found.append((None, {"sweep": name, "error": str(error)}))
+            continue
         rows, lacking = sweep_rows(sweep, recorded, code)
         stale = {
             other: len(keys) for other, keys in stale_blocks(sweep, recorded, code).items()
         }
         state = {
-            "sweep": sweep.name,
+            "sweep": name,
             "complete": not lacking,
             "recorded": len({row["block"] for row in rows}),
             "lacking": lacking,
@@ -188,6 +198,12 @@ def _declared(store) -> list:
         }
         found.append((sweep, state))
     return found
+
+
+def _name_unread(states: list) -> None:
+    "Fail if a declaration could not be read, after all else was done."
+    if errors := [state["error"] for _, state in states if "error" in state]:
+        _fail("; ".join(errors), 1)
 
 # %% ../../nbs/face/02_sweeps_command_line.ipynb #01-sweeps-command-line-14
 @app.command(
@@ -237,12 +253,13 @@ def _resume(
 ) -> None:
     "What `svc resume` does with its arguments."
     with _said():
-        chosen = [s for s, state in _declared(store) if not state["complete"] or s.name == name]
-        if name is not None:
-            chosen = [sweep for sweep in chosen if sweep.name == name]
-            if not chosen:
-                raise ValueError(f"NAME is {name!r}: the store does not declare it")
-        _go(chosen, store, device, workers, ray, shard, as_json)
+        states = [one for one in _declared(store) if name in (None, one[1]["sweep"])]
+        if name is not None and not states:
+            raise ValueError(f"NAME is {name!r}: the store does not declare it")
+        chosen = [sweep for sweep, state in states if sweep and (name or not state["complete"])]
+        if chosen or all(sweep for sweep, _ in states):
+            _go(chosen, store, device, workers, ray, shard, as_json)
+    _name_unread(states)
 
 # %% ../../nbs/face/02_sweeps_command_line.ipynb #01-sweeps-command-line-18
 @app.command(
@@ -251,18 +268,22 @@ def _resume(
 def _status(store: STORE = Path("runs.sqlite"), as_json: JSON = False) -> None:
     "What `svc status` does with its arguments."
     with _said():
-        states = [state for _, state in _declared(store)]
+        states = _declared(store)
     lines = []
-    for one in states:
+    for _, one in states:
+        if "error" in one:
+            continue
         more = " or more (a search goes on)" if one["search"] and one["lacking"] else ""
         lines.append(
-            f"{one['sweep']}: {one['recorded']} blocks recorded, {one['lacking']}{more} lacking"
+            f"{one['sweep']}: {_count(one['recorded'])} recorded, {one['lacking']}{more} lacking"
         )
         lines += [
-            f"  stale: {n} blocks by code {other}: not used, not mixed; `svc export --code {other}` writes them"
+            f"  stale: {_count(n)} by code {other}: not used, not mixed; `svc export --code {other}` writes them"
             for other, n in one["stale"].items()
         ]
-    _print(states, "\n".join(lines) or f"{store} declares no sweep", as_json)
+    nothing = "" if states else f"{store} declares no sweep"
+    _print([one for _, one in states], "\n".join(lines) or nothing, as_json)
+    _name_unread(states)
 
 # %% ../../nbs/face/02_sweeps_command_line.ipynb #01-sweeps-command-line-21
 @app.command("merge", help="Add the blocks of other stores to a store.")
@@ -280,7 +301,9 @@ def _merge(
         done = merge(store, sources)
     numbers = {name: len(keys) for name, keys in done.items()}
     _print(
-        done, f"{store}: {numbers['new']} blocks added, {numbers['same']} were there", as_json
+        done,
+        f"{store}: {numbers['new']} blocks added, {numbers['same']} were there before",
+        as_json,
     )
     if done["other"]:
         _fail(
@@ -326,7 +349,8 @@ def _export(
 ) -> None:
     "What `svc export` does with its arguments."
     from sparse_variable_creation.laboratory.store import Store
-    from sparse_variable_creation.laboratory.tables import export, export_salvaged
+    from sparse_variable_creation.laboratory.salvaged_tables import export_salvaged
+    from sparse_variable_creation.laboratory.tables import export
 
     with _said():
         if salvaged:

@@ -17,7 +17,7 @@ class Search:
     Parameters
     ----------
     low, high
-        The smallest and the largest size that may be tried, ``1 <= low < high``.
+        The smallest and the largest size that may be tried, ``1 <= low < high < 10**9``.
     rate
         The share, from above 0 to 1.
     accuracy
@@ -41,10 +41,10 @@ class Search:
         if not (
             isinstance(self.low, int)
             and isinstance(self.high, int)
-            and 1 <= self.low < self.high
+            and 1 <= self.low < self.high < 10**9
         ):
             raise ValueError(
-                f"m is searched from low = {self.low} to high = {self.high}: whole numbers with 1 <= low < high are needed"
+                f"m is searched from low = {self.low} to high = {self.high}: whole numbers with 1 <= low < high < 10**9 are needed"
             )
         if not (0 < self.rate <= 1 and 0 < self.accuracy <= 1 and self.ratio > 1):
             raise ValueError(

@@ -138,6 +138,7 @@ class Store:
         with _said(self.path, "opened"):
             uri = f"{self.path.absolute().as_uri()}?mode=rw"
             self.base = sqlite3.connect(uri, uri=True, timeout=60, isolation_level=None)
+            self.base.text_factory = lambda data: data.decode("utf8", "replace")
             self.base.execute("PRAGMA synchronous=FULL")
             found = self.base.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
@@ -162,10 +163,10 @@ class Store:
                 )
 
     def sweeps(self) -> dict:
-        """The declared sweeps: their configurations by name."""
+        """The declared sweeps: their configurations by name; where one is no JSON, its text."""
         with _said(self.path, "read"):
             found = self.base.execute("SELECT name, config FROM sweep ORDER BY name").fetchall()
-        return {name: json.loads(config) for name, config in found}
+        return {name: _read(config) for name, config in found}
 
     def record(self, key, config, code, rows, origin, seconds) -> str:
         """Write a block in one transaction: ``"new"``, or ``"same"`` or ``"other"`` where it was there, with those rows or not."""
@@ -203,6 +204,14 @@ class Store:
         return {record[0]: _opened(record) for record in found}
 
 
+def _read(config: str):
+    "What a text says in JSON, or the text."
+    try:
+        return json.loads(config)
+    except ValueError:
+        return config
+
+
 def _opened(record) -> dict:
     key, config, code, rows, origin, seconds, _ = record
     return {
@@ -232,7 +241,7 @@ def merge(path, sources: list) -> dict:
     Raises
     ------
     StoreError
-        If a file is not a sound store; all are read before the first block is written.
+        If a file is not a sound store; all are read before the store is made or changed.
     ValueError
         If the store is among the sources, or sweeps of one name are declared differently.
     """
@@ -242,15 +251,17 @@ def merge(path, sources: list) -> dict:
     for source in sources:
         with Store(source) as store:
             found.append((source, store.blocks(), store.sweeps()))
-    done = {"new": [], "same": [], "other": []}
+    declared, done = {}, {"new": [], "same": [], "other": []}
+    if Path(path).exists():
+        with Store(path) as store:
+            declared, _ = store.sweeps(), store.blocks()
+    for source, _, sweeps in found:
+        for name, config in sweeps.items():
+            if declared.setdefault(name, config) != config:
+                raise ValueError(
+                    f"{source} declares the sweep {name} with another configuration"
+                )
     with Store(path, create=True) as store:
-        declared = store.sweeps()
-        for source, _, sweeps in found:
-            for name, config in sweeps.items():
-                if declared.setdefault(name, config) != config:
-                    raise ValueError(
-                        f"{source} declares the sweep {name} with another configuration"
-                    )
         for name, config in declared.items():
             store.declare(name, config)
         for _, blocks, _ in found:
@@ -312,10 +323,8 @@ def salvage(path) -> tuple[dict, dict, int]:
             elif record:
                 bad += 1
         try:
-            sweeps = {
-                n: json.loads(c) for n, c in base.execute("SELECT name, config FROM sweep")
-            }
-        except (sqlite3.DatabaseError, ValueError):
+            sweeps = {n: _read(c) for n, c in base.execute("SELECT name, config FROM sweep")}
+        except sqlite3.DatabaseError:
             sweeps = {}
         base.close()
     return good, sweeps, bad
