@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from sparse_variable_creation.compiler.heads import AndHead
 from sparse_variable_creation.foundations.boolean import SparseBoolean
 from sparse_variable_creation.laboratory.baselines import LSTM, MLP, Logistic
+from sparse_variable_creation.laboratory.cluster import plan_block
 from sparse_variable_creation.laboratory.constructed import load_constructed
-from sparse_variable_creation.laboratory.ensemble import Ensemble, attention_of, find_device, memory_needed, mix_heads, plan_block
+from sparse_variable_creation.laboratory.ensemble import Ensemble, attention_of, find_device, memory_needed, mix_heads
 from sparse_variable_creation.laboratory.models import Architecture, Transformer
 from sparse_variable_creation.laboratory.tasks import Task, conjunction_sample, count_consistent, named_target, seed_for
 from sparse_variable_creation.laboratory.training import Stack, Streams, Validation, accuracy, stack_samples, train

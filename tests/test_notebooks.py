@@ -157,3 +157,10 @@ def test_every_statement_has_code_and_a_check():
     for label, one in found.items():
         assert one["code"], f"{one['page']}: name {label} in the docstring of what implements it, or mark a cell '#| builds: {label}'"
         assert one["checks"], f"{one['page']}: mark the cell that tests {label} with '#| checks: {label}'"
+
+
+def test_no_module_is_longer_than_a_chapter():
+    "At most 400 lines, docstrings included; the index that nbdev writes is no module of ours."
+    modules = [path for path in (ROOT / "sparse_variable_creation").rglob("*.py") if path.name != "_modidx.py"]
+    assert modules
+    assert {path.name: n for path in modules if (n := len(path.read_text().splitlines())) > 400} == {}

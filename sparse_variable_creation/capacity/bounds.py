@@ -8,6 +8,7 @@ __all__ = ['optimal_split', 'Capacity', 'general_head_log_covering', 'head_capac
 # %% ../../nbs/capacity/02_bounds.ipynb #02-bounds-04
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 import numpy as np
 from sparse_variable_creation.capacity.coverings import (
     matrix_log_covering,
@@ -135,25 +136,19 @@ class Capacity:
     notes: tuple = ()
 
     @classmethod
-    def of(
-        cls, parts: list, output_bound, m, sharp: bool = False, notes: tuple = ()
-    ) -> "Capacity":
+    def of(cls, parts: list, output_bound, m, sharp: bool = False, notes: tuple = ()) -> Self:
         """Put a capacity together from rows ``(name, size, weight, rows, points)`` of numbers or arrays, which broadcast."""
         names, *columns = zip(*parts)
         shape = np.broadcast_shapes(*(np.shape(v) for c in columns for v in c), np.shape(m))
-        stacked = [
-            np.stack([np.broadcast_to(v, shape) for v in c]).astype(float) for c in columns
-        ]
+        wide = lambda v: np.broadcast_to(np.asarray(v, dtype=float), shape)
+        stacked = [np.stack([wide(v) for v in c]) for c in columns]
         with np.errstate(all="ignore"):
             fits = (stacked[0] * stacked[1] <= 1e100).reshape(len(names), -1).all(1)
         if not fits.all():
             raise ValueError(
                 f"the norms are too large: size times weight of the part {names[int(fits.argmin())]!r} is above 1e100"
             )
-        bound, m = (
-            np.broadcast_to(np.asarray(v, dtype=float), shape) for v in (output_bound, m)
-        )
-        return cls(names, *stacked, bound, m, sharp, notes)
+        return cls(names, *stacked, wide(output_bound), wide(m), sharp, notes)
 
     @property
     def terms(self) -> dict:
@@ -181,12 +176,9 @@ class Capacity:
         )
         if not (shares.sum(0) <= 1 + 1e-9).all():
             raise ValueError(f"split is {split}: its shares must sum to at most 1")
-        return np.broadcast_to(
-            shares.reshape(
-                len(shares), *(1,) * (self.m.ndim + 1 - shares.ndim), *shares.shape[1:]
-            ),
-            self.size.shape,
-        )
+        axes = (1,) * (self.m.ndim + 1 - shares.ndim)
+        shares = shares.reshape(len(shares), *axes, *shares.shape[1:])
+        return np.broadcast_to(shares, self.size.shape)
 
     def log_coverings(self, eps, split: dict | None = None) -> dict:
         """Bound the cost of covering each part, in nats, by name, when the whole may err by ``eps`` (above 0, broadcasts)."""
@@ -204,9 +196,7 @@ class Capacity:
         free, never = size * weight <= budget, budget == 0  # free: the zero map is a cover
         ratio = np.where(free | never, 1.0, size * weight) / np.where(free | never, 1.0, budget)
         if not (ratio <= 1e150).all():
-            raise ValueError(
-                f"eps is {eps}: so small an error has no bound that can be computed"
-            )
+            raise ValueError(f"eps is {eps}: for so small an error no bound can be computed")
         single = pursuit_log_covering if self.sharp else zhang_log_covering
         costs = []
         for x, r, N, zero, none in zip(ratio, rows, points, free, never):

@@ -33,9 +33,8 @@ def _prepare(net):
     columns = torch.cat([net.W_K, net.W_V], 1).detach().double().cpu()
     if net.W_Q[2, 0] < 0:  # the scores are |beta| times these
         columns[:, 0] *= -1
-    products = (
-        P.scores(columns[3:].T).T.numpy().reshape(net.T, 2 if joint else 1, -1)
-    )  # [T, 1 or 2, 1 + k]
+    products = P.scores(columns[3:].T).T.numpy()
+    products = products.reshape(net.T, 2 if joint else 1, -1)  # [T, 1 or 2, 1 + k]
     others = np.delete(products, I, 0)
     n = P.d + 16
     gamma = 0.0 if P.kind == "one-hot" else n * 2.0**-53 / (1 - n * 2.0**-53)
@@ -58,11 +57,8 @@ def _prepare(net):
     if P.kind == "one-hot":
         balls = [[arb(x) for x in row] for row in columns[3:][places].tolist()]
     else:
-        rows, D = P.rows(places), columns[3:]
-        balls = (
-            arb_mat(*rows.shape, rows.flatten().tolist())
-            * arb_mat(*D.shape, D.flatten().tolist())
-        ).tolist()
+        exact = lambda M: arb_mat(*M.shape, M.flatten().tolist())
+        balls = (exact(P.rows(places)) * exact(columns[3:])).tolist()
     own = [[arb(x) for x in row] for row in bit.tolist()]
     pairs = (
         zip(balls[::2], balls[1::2])
@@ -102,11 +98,8 @@ def _sums(net, head, beta, shift, cls_inside):
         sides = [terms(zero, net.attends == "support"), terms(one, True)]
         low = np.concatenate([np.nextafter(low + t[0], -np.inf) for t in sides], 1)
         high = np.concatenate([np.nextafter(high + t[1], np.inf) for t in sides], 1)
-    return (
-        low,
-        high,
-        np.full(low.shape[1], _ends([W])[1].item() if len(head["counts"]) else 0.0),
-    )
+    outside = _ends([W])[1].item() if len(head["counts"]) else 0.0
+    return low, high, np.full(low.shape[1], outside)
 
 
 @np.errstate(all="ignore")
@@ -251,11 +244,8 @@ class Certificate:
     def within_promises(self) -> dict[str, bool]:
         """Whether each norm that has a promise is within it, up to the rounding of the weights."""
         slack = 1 + 4 * torch.finfo(getattr(torch, self.dtype)).eps
-        return {
-            k: v <= self.promised[k] * slack
-            for k, v in self.norms.items()
-            if k in self.promised
-        }
+        shared = [k for k in self.norms if k in self.promised]
+        return {k: self.norms[k] <= self.promised[k] * slack for k in shared}
 
     @property
     def condition(self) -> float | None:

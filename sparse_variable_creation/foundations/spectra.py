@@ -38,9 +38,7 @@ def as_table(f: SparseBoolean | Tensor) -> Tensor:
         return f.values
     size = f.shape[-1] if f.ndim else 0
     if size < 1 or size & (size - 1):
-        raise ValueError(
-            f"f has shape {list(f.shape)}: the last dimension must be a power of two, the length of a truth table"
-        )
+        raise ValueError(f"f has shape {list(f.shape)}: its last size must be a power of two")
     if f.dtype != torch.bool and not ((f == 0) | (f == 1)).all():
         raise ValueError("f has values other than 0 and 1: it is no truth table")
     return f.bool()
@@ -283,20 +281,17 @@ def _constraints(table, signs):
     flip = sum(1 << i for i in range(s) if signs[i] < 0)
     g = table[j ^ flip]
     bits = j[:, None] >> torch.arange(s) & 1
-    classes = []
-    for i in range(s):
-        if signs[i]:
-            for members in classes:
-                swap = (bits[:, i] ^ bits[:, members[0]]) * ((1 << i) | (1 << members[0]))
-                if torch.equal(g, g[j ^ swap]):
-                    members.append(i)
-                    break
-            else:
-                classes.append([i])
+    classes, moved = [], [i for i in range(s) if signs[i]]
+    for i in moved:
+        for members in classes:
+            swap = (bits[:, i] ^ bits[:, members[0]]) * ((1 << i) | (1 << members[0]))
+            if torch.equal(g, g[j ^ swap]):
+                members.append(i)
+                break
+        else:
+            classes.append([i])
     extreme = (bits[:, [i for i in range(s) if not signs[i]]] == 0).all(1)
-    for i in (
-        i for i in range(s) if signs[i]
-    ):  # true and false one step down, or false and true one step up
+    for i in moved:  # true and false one step down, or false and true one step up
         extreme &= torch.where(
             g, (bits[:, i] == 0) | ~g[j ^ (1 << i)], (bits[:, i] == 1) | g[j ^ (1 << i)]
         )
@@ -353,21 +348,14 @@ def is_halfspace(f: SparseBoolean | Tensor) -> tuple[int, ...] | None:
     rows, classes = _constraints(table, signs)
     A = rows.numpy().astype(float)
     n = A.shape[1]
-    found = linprog(
-        np.r_[0, np.ones(n - 1)],
-        -A,
-        -np.ones(len(A)),
-        bounds=[(None, None)] + [(0, None)] * (n - 1),
-    )
+    bounds = [(None, None)] + [(0, None)] * (n - 1)
+    found = linprog(np.r_[0, np.ones(n - 1)], -A, -np.ones(len(A)), bounds=bounds)
     for most in (1, 10, 1000, 10**6) if found.status == 0 else ():
         c = _rationals(found.x, most)
         scale = math.lcm(*(v.denominator for v in c))
         w = [int(v * scale) for v in c]
-        if (
-            scale < 2**31
-            and min(w[1:], default=0) >= 0
-            and all(sum(map(int.__mul__, w, row)) > 0 for row in rows.tolist())
-        ):
+        right = all(sum(map(int.__mul__, w, row)) > 0 for row in rows.tolist())
+        if scale < 2**31 and min(w[1:], default=0) >= 0 and right:
             weights = [w[0]] + [0] * len(signs)
             for value, members in zip(w[1:], classes):
                 for i in members:
@@ -402,9 +390,8 @@ def has_equal_sums(f: SparseBoolean | Tensor) -> Tensor:
     a, b = torch.triu_indices(table.shape[-1], table.shape[-1], device=table.device)
     j = torch.arange(table.shape[-1], device=table.device)
     s = table.shape[-1].bit_length() - 1
-    ternary = sum(
-        ((j >> i & 1) * 3**i for i in range(s)), torch.zeros_like(j)
-    )  # sums without carries
+    digits = [(j >> i & 1) * 3**i for i in range(s)]
+    ternary = sum(digits, torch.zeros_like(j))  # sums without carries
     place = ternary[a] + ternary[b]
     count = torch.zeros(2, *table.shape[:-1], 3**s, device=table.device)
     pairs = torch.stack([table[..., a] & table[..., b], ~(table[..., a] | table[..., b])])
